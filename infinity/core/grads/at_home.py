@@ -79,9 +79,9 @@ class AtHome(torch.Tensor):
 
     # --- exports ---
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, call: str) -> NoReturn:
         raise UsageError(
-            f"{self._infinity_grad.name}.grad: {what} would share the gradient's memory, which the "
+            f"{self._infinity_grad.name}.grad: {call} would share the gradient's memory, which the "
             "engine keeps at home and uses again. Take a copy first: grad.detach().clone(); to "
             "change the gradient itself, write to it by torch's operations: grad.copy_(values)."
         )

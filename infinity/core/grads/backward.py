@@ -174,9 +174,9 @@ class Backward:
         nbytes = self.job.planned.sizes[unit.index].autograd_nbytes
         if self.job.reducer is None:
             self.job.prefetcher.make_gradient_room(nbytes)
-        what = f"the gradients of {unit.name}"
+        purpose = f"the gradients of {unit.name}"
         try:
-            return self.job.ledger.reserve(Tier.DEVICE, nbytes, what, passing=True)
+            return self.job.ledger.reserve(Tier.DEVICE, nbytes, purpose, passing=True)
         except CapacityError:
             self.job.prefetcher.refuse([unit], nbytes)
             raise

@@ -33,7 +33,7 @@ class LandingQueue:
         flat_param: FlatParam,
         send: Callable[[], None],
         nbytes: int,
-        what: str,
+        label: str,
         *read: torch.Tensor,
     ) -> Event:
         """Adds ``send``, which reads the tensors ``read``, to the next job, which comes after the
@@ -45,7 +45,7 @@ class LandingQueue:
         if self._next.nbytes + nbytes > self._shared_nbytes:
             self.begin()
         job = self._next
-        job.add(send, nbytes, what, read, after=self._device.now(), begin=self.begin)
+        job.add(send, nbytes, label, read, after=self._device.now(), begin=self.begin)
         self.landing[flat_param] = job
         if job.nbytes >= self._shared_nbytes:
             self.begin()
@@ -106,13 +106,13 @@ class _Job:
         self,
         send: Callable[[], None],
         nbytes: int,
-        what: str,
+        label: str,
         read: Sequence[torch.Tensor],
         *,
         after: Event,
         begin: Callable[[], None],
     ) -> None:
-        self._begin, self._first = begin, self._first or what
+        self._begin, self._first = begin, self._first or label
         self._sends.append(send)
         self._after.append(after)
         self._read += read

@@ -33,7 +33,7 @@ class ArrayAllocator:
         tier: Tier,
         dtype: torch.dtype,
         numel: int,
-        what: str,
+        purpose: str,
         **how: Any,
     ) -> StateArray:
         """Allocates a zeroed array of ``numel`` elements at home on ``tier``. ``how`` host memory
@@ -41,12 +41,12 @@ class ArrayAllocator:
         budget."""
         nbytes = numel * dtype.itemsize
         # Memory comes in pages
-        charge = self._ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)
+        charge = self._ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), purpose)
         if tier is Tier.NVME:
             return StateArray(tier, dtype, numel, self.space.plan(nbytes), None, charge)
         region = None
         if tier is Tier.DEVICE and not self._device.is_host:
-            flat = self._device.zeros(numel, dtype, what)
+            flat = self._device.zeros(numel, dtype, purpose)
         else:
             region = self.make_region(nbytes, **how)
             flat = native.tensor_at(region, region.address, numel, dtype)
@@ -96,29 +96,31 @@ class ArrayAllocator:
             self._pages = None
 
     def allocate_more(
-        self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None
+        self, tier: Tier, nbytes: int, purpose: str, *, folder: str | None = None
     ) -> StateArray:
         """Allocates ``nbytes`` bytes as :meth:`allocate` does, also after :meth:`open`; the plan
         grows by as much. On disk as :meth:`SwapSpace.allocate`."""
         if tier is Tier.NVME:
-            return self.space.allocate(nbytes, what, folder)
-        array = self.allocate(tier, torch.uint8, nbytes, what)
+            return self.space.allocate(nbytes, purpose, folder)
+        array = self.allocate(tier, torch.uint8, nbytes, purpose)
         self._ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
         return array
 
-    def make_room(self, tier: Tier, nbytes: int, what: str) -> None:
+    def make_room(self, tier: Tier, nbytes: int, purpose: str) -> None:
         """Makes room for arrays of ``nbytes`` in all, before the first of them is allocated, so
         that the error names all, and beside all that is planned. Charges disk space alone. Raises
         CapacityError."""
         if tier is Tier.NVME:
-            self.space.make_room(nbytes, what)
+            self.space.make_room(nbytes, purpose)
         elif (room := self._ledger.room(tier, planned=True)) is not None and nbytes > room:
-            raise self._ledger.refusal(tier, nbytes, what, "planned")
+            raise self._ledger.refusal(tier, nbytes, purpose, "planned")
 
-    def allocate_later(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
+    def allocate_later(
+        self, tier: Tier, dtype: torch.dtype, numel: int, purpose: str
+    ) -> StateArray:
         """Allocates an array as :meth:`allocate` does, after :meth:`open`. :meth:`free_more` frees
         it."""
-        array = self.allocate_more(tier, numel * dtype.itemsize, what)
+        array = self.allocate_more(tier, numel * dtype.itemsize, purpose)
         array.dtype, array.numel = dtype, numel
         if array.flat is not None:
             array.flat = array.flat.view(dtype)

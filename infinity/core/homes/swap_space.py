@@ -70,14 +70,14 @@ class SwapSpace:
         if self.planned_nbytes:
             self._folders.lay_out(self.first, self.planned_nbytes, self._io)
 
-    def allocate(self, nbytes: int, what: str, folder: str | None) -> StateArray:
+    def allocate(self, nbytes: int, purpose: str, folder: str | None) -> StateArray:
         """Allocates an array of ``nbytes`` bytes in an added volume, in ``folder`` or over all
         folders. The space's old contents stay, so whole blocks must be written before they are
         read."""
         taken = round_up(nbytes, native.BLOCK_NBYTES)
         while (space := self._take(taken, folder)) is None:
             try:
-                self._grow(taken, what, folder)
+                self._grow(taken, purpose, folder)
             except CapacityError:
                 if not self._leaving:
                     raise
@@ -94,12 +94,12 @@ class SwapSpace:
         self._places[array] = space
         return array
 
-    def make_room(self, nbytes: int, what: str) -> None:
+    def make_room(self, nbytes: int, purpose: str) -> None:
         """Adds a volume of ``nbytes``, if that is not free."""
         if nbytes > sum(
             size for volume, _, size in self.free_spaces if not self.added[volume].folder
         ):
-            self._grow(nbytes, what, None)
+            self._grow(nbytes, purpose, None)
 
     def free(self, array: StateArray, after: Sequence[native.Ticket]) -> None:
         """Frees the space of an array of :meth:`allocate`, which is reused once the transfers
@@ -160,7 +160,7 @@ class SwapSpace:
             self.free_spaces.append((volume, offset + nbytes, size - nbytes))
         return volume, offset, nbytes
 
-    def _grow(self, nbytes: int, what: str, folder: str | None) -> None:
+    def _grow(self, nbytes: int, purpose: str, folder: str | None) -> None:
         """Adds a volume with room for ``nbytes``, and for more if budget and disks allow: as much
         again as all before it, so that few arrays take little, and many few volumes."""
         growth = min(GROWTH_NBYTES, sum(added.nbytes for added in self.added))
@@ -171,8 +171,8 @@ class SwapSpace:
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         sums = native.sums_nbytes(size) - self.covered_nbytes
         charges = [
-            self._ledger.reserve(Tier.NVME, size, what),
-            self._ledger.reserve(Tier.HOST, max(0, sums), f"checksums of {what}"),
+            self._ledger.reserve(Tier.NVME, size, purpose),
+            self._ledger.reserve(Tier.HOST, max(0, sums), f"checksums of {purpose}"),
         ]
         volume = native.Volume()
         folders.lay_out(volume, size, self._io)

@@ -166,31 +166,31 @@ class Accelerator(Device):
         except BaseException as error:
             stream.synchronize()  # the caller gets no event for what has started
             if isinstance(error, torch.OutOfMemoryError):
-                what = transfer.what if transfer is not None else "the engine"
-                raise no_room(self, what, error) from error
+                purpose = transfer.label if transfer is not None else "the engine"
+                raise no_room(self, purpose, error) from error
             raise
         end.record(stream)
         if transfer is not None:
             self.traffic.edges[transfer.edge].nbytes += transfer.nbytes
-            copied = transfer.edge, transfer.nbytes, transfer.what
+            copied = transfer.edge, transfer.nbytes, transfer.label
             count = partial(self.traffic.copied, *copied, is_counted=True)
             self._clock.add(start, end, count)
         return _DeviceEvent(end, self.streams)
 
-    def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         try:
-            return super().zeros(numel, dtype, what)
+            return super().zeros(numel, dtype, purpose)
         except torch.OutOfMemoryError as error:
-            raise no_room(self, what, error) from error
+            raise no_room(self, purpose, error) from error
 
     def now(self) -> Event:
         event = self.streams.event()
         event.record(self.streams.current())
         return _DeviceEvent(event, self.streams)
 
-    def stalled(self, edge: str, what: str) -> AbstractContextManager[None]:
+    def stalled(self, edge: str, label: str) -> AbstractContextManager[None]:
         # Not the training thread's own time: it is ahead of the compute.
-        return self._clock.running(partial(self.traffic.stood_still, edge, what))
+        return self._clock.running(partial(self.traffic.stood_still, edge, label))
 
     def timing(self, count: Count) -> AbstractContextManager[None]:
         return self._clock.running(count)
@@ -281,14 +281,14 @@ class Accelerator(Device):
             self._watcher.join()
 
 
-def no_room(device: Device, what: str, error: BaseException) -> CapacityError:
-    """Makes the error of a device that has no memory for ``what``."""
+def no_room(device: Device, purpose: str, error: BaseException) -> CapacityError:
+    """Makes the error of a device that has no memory for ``purpose``."""
     free = device.memory.free_nbytes() if device.memory is not None else None
     note = f" ({format_nbytes(free)} is free)" if free is not None else ""
     return CapacityError(
-        f"{device.where} has no memory for {what}, which was planned{note}: activations or another"
-        " process took it. Lower device_memory, or run fewer samples at once. The device says:"
-        f" {str(error).splitlines()[0]}"
+        f"{device.where} has no memory for {purpose}, which was planned{note}: activations or"
+        " another process took it. Lower device_memory, or run fewer samples at once. The device"
+        f" says: {str(error).splitlines()[0]}"
     )
 
 

@@ -93,7 +93,7 @@ class Copy:
 
     edge: str
     nbytes: int
-    what: str
+    label: str
 
 
 def note_used(*tensors: torch.Tensor) -> None:
@@ -136,16 +136,16 @@ class Device:
         else:
             start = time.perf_counter()
             work()
-            self.traffic.copied_here(transfer.edge, transfer.nbytes, transfer.what, start)
+            self.traffic.copied_here(transfer.edge, transfer.nbytes, transfer.label, start)
         return PAST
 
     def now(self) -> Event:
         """Returns the event after all compute so far."""
         return PAST
 
-    def stalled(self, edge: str, what: str) -> AbstractContextManager[None]:
+    def stalled(self, edge: str, label: str) -> AbstractContextManager[None]:
         """Counts how long the compute stands still in the block, as a stall on ``edge``."""
-        return self.traffic.stalled(edge, what)
+        return self.traffic.stalled(edge, label)
 
     @contextmanager
     def timing(self, count: Count) -> Iterator[None]:
@@ -154,12 +154,12 @@ class Device:
         yield
         count(start, time.perf_counter())
 
-    def follow(self, event: Event, edge: str, what: str) -> None:
+    def follow(self, event: Event, edge: str, label: str) -> None:
         """Orders this thread's later compute after ``event``: a stall on ``edge``."""
         if event.done:
             event.precede()  # raises its work's error
             return
-        with self.stalled(edge, what):
+        with self.stalled(edge, label):
             event.precede()
 
     @property
@@ -205,7 +205,7 @@ class Device:
         after the events ``after``."""
         storage_guard.close(storage)
 
-    def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """Allocates a flat array of zeros on the device. Raises CapacityError if it has no room."""
         return torch.zeros(numel, dtype=dtype, device=self.where)
 

@@ -39,26 +39,26 @@ class Ledger:
         account = self.accounts[tier]
         account.budget_nbytes, account.planned_nbytes = budget_nbytes, planned_nbytes
 
-    def admit(self, tier: Tier, nbytes: int, what: str) -> native.Charge:
+    def admit(self, tier: Tier, nbytes: int, purpose: str) -> native.Charge:
         """Charges bytes that were not planned, and adds them to those planned. Raises as
         :meth:`reserve`."""
-        charge = self.reserve(tier, nbytes, what)
+        charge = self.reserve(tier, nbytes, purpose)
         self.accounts[tier].planned_nbytes += nbytes
         return charge
 
     def reserve(
-        self, tier: Tier, nbytes: int, what: str, *, passing: bool = False
+        self, tier: Tier, nbytes: int, purpose: str, *, passing: bool = False
     ) -> native.Charge:
-        """Charges ``nbytes`` for ``what``. ``passing``: at most for the running forward or
+        """Charges ``nbytes`` for ``purpose``. ``passing``: at most for the running forward or
         backward. Raises CapacityError, with nothing charged, if over the budget."""
         charge = self.accounts[tier].charge(nbytes, passing)
         if charge is None:
-            raise self.refusal(tier, nbytes, what)
+            raise self.refusal(tier, nbytes, purpose)
         return charge
 
     # Apart: a frame with its own error in a name would keep the graph of a forward that failed.
-    def refusal(self, tier: Tier, nbytes: int, what: str, how: str = "in use") -> CapacityError:
-        """Makes the error of ``what``, for which there is no room beside all that is in use, or
+    def refusal(self, tier: Tier, nbytes: int, purpose: str, how: str = "in use") -> CapacityError:
+        """Makes the error of ``purpose``, for which there is no room beside all that is in use, or
         ``how`` else bytes are taken: "planned"."""
         account = self.accounts[tier]
         taken = account.charged_nbytes if how == "in use" else account.planned_nbytes
@@ -66,7 +66,7 @@ class Ledger:
         least = math.ceil((taken + nbytes) / share)
         name = BUDGETS[tier]
         error = CapacityError(
-            f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but"
+            f"{purpose} needs {format_nbytes(nbytes)} of {tier} memory, but"
             f" {format_nbytes(taken)} of {format_nbytes(budget)} is {how}. Raise {name} by"
             f" at least {format_nbytes(least - math.ceil(budget / share))}: Config({name}={least})"
         )

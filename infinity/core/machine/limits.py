@@ -33,8 +33,8 @@ def tightest(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> tuple[int, s
     """Finds the tightest limit: the bytes that this process may still use, and a description."""
     machine = (psutil.virtual_memory().available, "the machine's free memory")
     more = (find() for find in seams.classes_of(seams.LIMITS))
-    left, what = min([machine, *_of_groups(root, own), *_of_ulimits(), *more])
-    return max(0, left), what
+    left, description = min([machine, *_of_groups(root, own), *_of_ulimits(), *more])
+    return max(0, left), description
 
 
 def is_by_ulimit() -> bool:
@@ -55,13 +55,13 @@ def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
     kinds = [(first, "limit_in_bytes", "usage_in_bytes", "total_cache", "total_shmem", "limit")]
     for name in ("max", "high"):
         kinds.append((second, name, "current", "file", "shmem", f"memory.{name}"))
-    for folders, name, usage, cache, shared, what in kinds:
+    for folders, name, usage, cache, shared, kind in kinds:
         for folder in folders:
             limit, used = (cgroups.number(folder / f"memory.{file}") for file in (name, usage))
             if limit is not None and used is not None:
                 counts = cgroups.table(folder / "memory.stat")
                 left = limit - used + counts.get(cache, 0) - counts.get(shared, 0)
-                yield left, f"a control group's {what} of {format_nbytes(limit)}"
+                yield left, f"a control group's {kind} of {format_nbytes(limit)}"
 
 
 def _of_ulimits() -> Iterator[tuple[int, str]]:

@@ -99,16 +99,16 @@ class Traffic:
             listener(lane, name, start, end, ready=ready, **details)
 
     @contextmanager
-    def stalled(self, edge: str, what: str = "") -> Iterator[None]:
+    def stalled(self, edge: str, label: str = "") -> Iterator[None]:
         """Counts the block's duration as a stall of the training thread on ``edge``: one of the
         edges, a collective, :data:`UPDATES` or :data:`DATA`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.stood_still(edge, what, start, time.perf_counter())
+            self.stood_still(edge, label, start, time.perf_counter())
 
-    def stood_still(self, edge: str, what: str, start: float, end: float) -> None:
+    def stood_still(self, edge: str, label: str, start: float, end: float) -> None:
         """Counts a stall of the compute on ``edge``."""
         if edge == UPDATES:
             counted = self.updates
@@ -118,7 +118,7 @@ class Traffic:
         else:
             counted = self.edges.get(edge) or self.collectives[edge]
         counted.stall_seconds += end - start
-        self.tell("stalled", f"{edge} {what}".strip(), start, end)
+        self.tell("stalled", f"{edge} {label}".strip(), start, end)
 
     def rate(self, edge: str) -> float | None:
         """Returns the bytes per second of the copies over ``edge`` that are over; None if there are
@@ -130,7 +130,7 @@ class Traffic:
         self,
         edge: str,
         nbytes: int,
-        what: str,
+        label: str,
         start: float,
         end: float,
         *,
@@ -142,9 +142,9 @@ class Traffic:
         traffic.nbytes += 0 if is_counted else nbytes
         traffic.busy_seconds += end - start
         self.timed[edge] += nbytes
-        self.tell(edge, what, start, end)
+        self.tell(edge, label, start, end)
 
-    def received(self, collective: str, nbytes: int, what: str, start: float | None) -> None:
+    def received(self, collective: str, nbytes: int, label: str, start: float | None) -> None:
         """Counts a collective that ends now, and the bytes that others sent to this rank.
         ``start``: None if the host does not know its duration, which is then not counted."""
         now, traffic = time.perf_counter(), self.collectives[collective]
@@ -153,18 +153,18 @@ class Traffic:
         if start is None:
             return
         traffic.busy_seconds += now - start
-        self.tell(collective, what, start, now)
+        self.tell(collective, label, start, now)
 
     @contextmanager
-    def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
+    def copying(self, edge: str, nbytes: int, label: str = "") -> Iterator[None]:
         """Counts a copy of ``nbytes`` by the training thread itself: both busy and stalled."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.copied_here(edge, nbytes, what, start)
+            self.copied_here(edge, nbytes, label, start)
 
-    def copied_here(self, edge: str, nbytes: int, what: str, start: float) -> None:
+    def copied_here(self, edge: str, nbytes: int, label: str, start: float) -> None:
         """Counts a copy that the training thread itself has made, from ``start`` to now."""
         seconds, traffic = time.perf_counter() - start, self.edges[edge]
         traffic.nbytes += nbytes
@@ -172,4 +172,4 @@ class Traffic:
         traffic.stall_seconds += seconds
         self.timed[edge] += nbytes
         if self.moved:
-            self.tell(edge, what, start, nbytes=nbytes)
+            self.tell(edge, label, start, nbytes=nbytes)

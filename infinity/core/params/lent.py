@@ -502,7 +502,7 @@ class Lents:
         """Raises UsageError if one of ``written`` cannot go home."""
         seen: dict[tuple[Source, ParamHandle], Lent] = {}
         for lent in written:
-            what = lent.source.name_of(lent.handle)
+            name = lent.source.name_of(lent.handle)
             if self._is_snapshot(lent):
                 steps = self._steps.index - lent.index
                 since = (
@@ -511,27 +511,27 @@ class Lents:
                     else "a load or an edit that changed it meanwhile"
                 )
                 raise UsageError(
-                    f"{what}: a state_dict() value was written to after {since}: it is a snapshot,"
+                    f"{name}: a state_dict() value was written to after {since}: it is a snapshot,"
                     " and the write would put old values back. Nothing was changed: take"
                     " state_dict() anew, or clone() what is to be kept."
                 )
             if lent.is_elsewhere:
                 self._drop(lent)
                 raise UsageError(
-                    f"{what} in optimizer.state_dict() was given other memory (set_, .data =); the"
+                    f"{name} in optimizer.state_dict() was given other memory (set_, .data =); the"
                     " engine does not read that. Nothing was changed: use copy_(), or assign to"
                     " optimizer.state[parameter][key]."
                 )
             if not lent.is_counted and not self._ranks.alone:
                 raise UsageError(
-                    f"{what}: a state_dict() value was written to through NumPy, of which other"
+                    f"{name}: a state_dict() value was written to through NumPy, of which other"
                     " ranks cannot tell. Nothing was changed: with several ranks write through"
                     " torch, on all of them."
                 )
             lent.source.check(lent.handle, lent.bytes)
             if seen.setdefault((lent.source, lent.handle), lent) is not lent:
                 raise UsageError(
-                    f"{what} was written to through two state dicts, without a use of the model"
+                    f"{name} was written to through two state dicts, without a use of the model"
                     " between. Nothing was changed: take state_dict() once, and write through"
                     " that."
                 )

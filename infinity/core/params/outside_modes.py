@@ -80,11 +80,11 @@ def is_compiling() -> bool:
     return graph_in_making() is not None
 
 
-def leave_graph(what: str) -> None:
-    """Leaves ``what`` out of a graph that torch.compile is making now: a tensor without bytes, of
+def leave_graph(name: str) -> None:
+    """Leaves ``name`` out of a graph that torch.compile is making now: a tensor without bytes, of
     which torch asks a property."""
     if is_compiling():
-        raise UnsupportedFakeTensor(f"{what} is at home")
+        raise UnsupportedFakeTensor(f"{name} is at home")
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
@@ -94,8 +94,8 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     return not (local.is_meta or isinstance(local, FakeTensor) or is_of_transform(local))
 
 
-def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
-    """Raises UsageError if ``what`` would run on tensors without bytes, or be recorded to run
+def refuse_without_bytes(operation: str, *, transforms: bool = True) -> None:
+    """Raises UsageError if ``operation`` would run on tensors without bytes, or be recorded to run
     without the engine. ``transforms``: also if a transform saves tensors for its backward."""
     if not count_dispatch_modes() and innermost_transform() is None and tracing_state() is None:
         return
@@ -105,7 +105,7 @@ def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
             " that is not wrapped."
         )
         raise UsageError(
-            f"{what} of a wrapped model under {mode}: its weights come from home, which is not"
+            f"{operation} of a wrapped model under {mode}: its weights come from home, which is not"
             f" done there. {instead}"
         )
 

@@ -127,9 +127,9 @@ class _WatchedData:
             self.__get__(param).copy_(value)
 
 
-def _refuse_copy(param: torch.Tensor, what: str) -> UsageError:
+def _refuse_copy(param: torch.Tensor, action: str) -> UsageError:
     return UsageError(
-        f"parameter {handle_of(param).name} is managed by Infinity and cannot be {what}. Use"
+        f"parameter {handle_of(param).name} is managed by Infinity and cannot be {action}. Use"
         " model.state_dict(), infinity.save_checkpoint(), or infinity.unwrap_model() first."
     )
 

@@ -116,13 +116,13 @@ class ValueEdits(Source):
         bits of their master. All or nothing. Every rank makes the same change, named ``what``.
         ``then`` ends it."""
         self._prefetcher.release_all([handle.unit for handle, _ in edited])
-        found = [
+        changes = [
             (handle, value, handle.flat_param.changes(self._store, handle.index, value))
             for handle, value in edited
         ]
 
         def change() -> None:
-            for handle, value, parts in found:
+            for handle, value, parts in changes:
                 handle.changed()
                 handle.note_edit(value)
                 handle.flat_param.write_changes(
@@ -136,22 +136,22 @@ class ValueEdits(Source):
 def compare_values(
     collectives: Collectives,
     what: str,
-    given: Iterable[tuple[ParamHandle, torch.Tensor]],
+    edits: Iterable[tuple[ParamHandle, torch.Tensor]],
     then: Callable[[], None],
 ) -> None:
-    """Compares tensors that were ``given`` for parameters over the ranks that share them: what all
-    tensor parts have in common, then the experts' of this rank, then the rest. Calls ``then`` as
-    soon as all are known to be equal."""
+    """Compares the values of ``edits`` over the ranks that share them: what all tensor parts have
+    in common, then the experts' of this rank, then the others. Calls ``then`` as soon as all are
+    known to be equal."""
     common: list[torch.Tensor] = []
     values: dict[Collectives, list] = {collectives.of_experts: [], collectives: []}
-    for handle, value in given:
+    for handle, value in edits:
         values[handle.flat_param.collectives].append(value)
         common += [value] * is_common(handle.param)
     meetings, ranks = [], collectives.ranks
     if ranks.tp_group is not None:
         said = f"{what} with {len(common)} tensors that all have"
         meetings.append(partial(collectives.meet, said, *common))
-    for view, own in values.items() if ranks.data_size > 1 else ():
-        said = f"{what} with {len(own)} tensors"
-        meetings.append(partial(view.meet, said, *own, over_tensors=False))
+    for collectives_there, tensors in values.items() if ranks.data_size > 1 else ():
+        said = f"{what} with {len(tensors)} tensors"
+        meetings.append(partial(collectives_there.meet, said, *tensors, over_tensors=False))
     in_turn(meetings, then)

@@ -105,10 +105,10 @@ def budget_too_small(
     if tier is Tier.HOST and budgets.shared is not None:  # the CPU computes in the same memory
         budget = budgets.shared
         parts |= {
-            f"{what} (to compute with)": nbytes for what, nbytes in plan.terms[Tier.DEVICE].items()
+            f"{term} (to compute with)": nbytes for term, nbytes in plan.terms[Tier.DEVICE].items()
         }
     needed = sum(parts.values())
-    terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in parts.items())
+    terms = ", ".join(f"{term} {format_nbytes(nbytes)}" for term, nbytes in parts.items())
     name = BUDGETS[tier]
     subject = (
         f"{name} is"

@@ -81,9 +81,9 @@ class MemoryPlan:
         plan = self.with_term(Tier.DEVICE, GRADIENTS, nbytes)
         return replace(plan, autograd_nbytes=self.autograd_nbytes + nbytes)
 
-    def with_term(self, tier: Tier, what: str, nbytes: int) -> MemoryPlan:
-        """Returns the plan with ``nbytes`` more of ``tier`` for ``what``; less if negative."""
-        terms = self.terms[tier] | {what: self.terms[tier].get(what, 0) + nbytes}
+    def with_term(self, tier: Tier, term: str, nbytes: int) -> MemoryPlan:
+        """Returns the plan with ``nbytes`` more of ``tier`` for ``term``; less if negative."""
+        terms = self.terms[tier] | {term: self.terms[tier].get(term, 0) + nbytes}
         terms = {name: size for name, size in terms.items() if size}
         return replace(self, terms={**self.terms, tier: terms})
 

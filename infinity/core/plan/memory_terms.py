@@ -132,9 +132,9 @@ class MemoryTerms:
             terms=self.terms,
         )
 
-    def _add(self, tier: Tier, what: str, nbytes: int) -> int:
+    def _add(self, tier: Tier, term: str, nbytes: int) -> int:
         if nbytes:
-            self.terms[tier][what] = self.terms[tier].get(what, 0) + nbytes
+            self.terms[tier][term] = self.terms[tier].get(term, 0) + nbytes
         return nbytes
 
     def _staging(self) -> int:

@@ -56,15 +56,15 @@ def use_what_is_left(
         plan.tiers["exp_avg"],
     ):
         filling.add_save()  # before what takes all the rest
-    for what, home in (("weights", config.params), ("optimizer state", config.optimizer)):
-        if plan.tiers[TOGETHER[what][0]] is not Tier.NVME:
+    for term, home in (("weights", config.params), ("optimizer state", config.optimizer)):
+        if plan.tiers[TOGETHER[term][0]] is not Tier.NVME:
             continue
         if home == "auto":
-            filling.place(what, Tier.HOST)
-        elif what == "weights" and config.weights_on_host is not None:
-            filling.cache(what, numel=config.weights_on_host)
+            filling.place(term, Tier.HOST)
+        elif term == "weights" and config.weights_on_host is not None:
+            filling.cache(term, numel=config.weights_on_host)
         elif config.host_memory is not None and config.activations != "host":
-            filling.cache(what)
+            filling.cache(term)
     return filling.result()
 
 
@@ -84,16 +84,16 @@ class Placement:
             self._terms[Tier.HOST][SAVE] = SAVE_NBYTES
             self._take(Tier.HOST, SAVE_NBYTES)
 
-    def place(self, what: str, tier: Tier) -> None:
-        """Moves the home of one kind of array (``what``) to ``tier``, for the units that fit."""
-        names = TOGETHER[what]
+    def place(self, term: str, tier: Tier) -> None:
+        """Moves the home of one kind of array (``term``) to ``tier``, for the units that fit."""
+        names = TOGETHER[term]
         home = self._plan.tiers[names[0]]
         if home is tier:
             return
         chosen, nbytes = self._choose(names, tier, all_of_them=True)
         if chosen:
-            self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
-            self._terms[home][what] -= nbytes
+            self._terms[tier][term] = self._terms[tier].get(term, 0) + nbytes
+            self._terms[home][term] -= nbytes
             self._take(home, -nbytes)
             for name in names:
                 self._placed.setdefault(name, {}).update(dict.fromkeys(chosen, tier))
@@ -160,13 +160,13 @@ class Placement:
             self._take(Tier.DEVICE, wider - window)
             self._plan = replace(self._plan, device_window_nbytes=wider)
 
-    def cache(self, what: str, numel: int | None = None) -> None:
+    def cache(self, term: str, numel: int | None = None) -> None:
         """Caches units' NVMe homes on the host, up to ``numel`` elements together. Their extents on
         disk stay reserved. The largest unit is not cached."""
-        names = TOGETHER[what]
+        names = TOGETHER[term]
         chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False, numel=numel)
         if chosen:
-            self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
+            self._terms[Tier.HOST][f"{term} kept from NVMe"] = nbytes
             self._cached |= dict.fromkeys(names, frozenset(chosen))
 
     def _take(self, tier: Tier, nbytes: int) -> None:

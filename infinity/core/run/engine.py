@@ -51,7 +51,7 @@ class Engine:
         self.backward = Backward(job, recover=lambda: me().recover())
         self.passes = Passes(job, self.backward)
         self.accumulation = AccumulationPass(job, self.backward)
-        self._touches = Touches(job, lambda handle, what: me().refusal(handle, what))
+        self._touches = Touches(job, lambda handle, name: me().refusal(handle, name))
         # insist: a finalizer runs once, so Ctrl-C must not end it early.
         finalizer = self._finalizer = weakref.finalize(self, native.insist, free)
         job.uses.define({State.UNWRAPPED: lambda: not finalizer.alive})

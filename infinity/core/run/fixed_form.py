@@ -116,17 +116,17 @@ class FixedModules(dict):
         return super().pop(name, *default)
 
 
-def _refuse_without(module: nn.Module | None, present: set[int], what: str) -> None:
+def _refuse_without(module: nn.Module | None, present: set[int], action: str) -> None:
     """Raises UsageError for the first managed parameter of ``module`` that is not ``present``."""
     for param in module.parameters() if module is not None else ():
         if id(param) not in present:
-            _refuse_another_form(param, what)
+            _refuse_another_form(param, action)
 
 
-def _refuse_another_form(param: Any, what: str) -> None:
+def _refuse_another_form(param: Any, action: str) -> None:
     handle = handle_of(param)
     if handle is not None and not handle.engine.computing:
         raise UsageError(
-            f"parameter {handle.name} is managed by Infinity and cannot be {what}."
+            f"parameter {handle.name} is managed by Infinity and cannot be {action}."
             f" {mistakes.advice() or mistakes.UNWRAP}"
         )

@@ -50,9 +50,9 @@ class Planned:
     plan: MemoryPlan
     sizes: list[UnitSize]  # one per unit
 
-    def add(self, tier: Tier, what: str, nbytes: int) -> None:
+    def add(self, tier: Tier, term: str, nbytes: int) -> None:
         """Adds bytes of ``tier`` to the plan."""
-        self.plan = self.plan.with_term(tier, what, nbytes)
+        self.plan = self.plan.with_term(tier, term, nbytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -186,7 +186,7 @@ def refuses(state: StateKind, operation: OperationKind) -> bool:
     return not operation.call.needs.isdisjoint(state.activity.takes)
 
 
-def refusal(operation: OperationKind, state: StateKind, what: str | None = None) -> UsageError:
-    """Makes the error for ``operation`` in ``state``. ``what``: its name in the message."""
+def refusal(operation: OperationKind, state: StateKind, name: str | None = None) -> UsageError:
+    """Makes the error for ``operation`` in ``state``. ``name``: its name in the message."""
     remedy = SPECIAL.get((operation, state), state.activity.remedy)
-    return UsageError(remedy.format(what or operation.call.name))
+    return UsageError(remedy.format(name or operation.call.name))

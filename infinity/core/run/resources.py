@@ -82,24 +82,24 @@ class Resources:
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
         of_device = "gradients on their way", "optimizer slots", "staged weights"
         for tier, terms in plan.terms.items():
-            for what in (*of_device * (tier is Tier.DEVICE), CHECKSUMS, OF_LATER_ARRAYS, BUFFERS):
-                self._charge(tier, terms.get(what, 0), what)
+            for term in (*of_device * (tier is Tier.DEVICE), CHECKSUMS, OF_LATER_ARRAYS, BUFFERS):
+                self._charge(tier, terms.get(term, 0), term)
         store.open(list(self._regions.values()), staging=weights, backend=plan.staging_backend)
 
-    def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
-        self._charges[tier, what] = self.store.ledger.reserve(tier, nbytes, what)
+    def _charge(self, tier: Tier, nbytes: int, term: str) -> None:
+        self._charges[tier, term] = self.store.ledger.reserve(tier, nbytes, term)
 
-    def _region(self, nbytes: int, what: str) -> native.Region | None:
+    def _region(self, nbytes: int, term: str) -> native.Region | None:
         if not nbytes:
             return None
-        self._charge(Tier.HOST, nbytes, what)
-        self._regions[what] = self.store.allocator.make_region(
-            nbytes, copied=what != "optimizer slots"
+        self._charge(Tier.HOST, nbytes, term)
+        self._regions[term] = self.store.allocator.make_region(
+            nbytes, copied=term != "optimizer slots"
         )
-        return self._regions[what]
+        return self._regions[term]
 
-    def _pool(self, nbytes: int, what: str) -> native.PinnedPool | None:
-        region = self._region(nbytes, what)
+    def _pool(self, nbytes: int, term: str) -> native.PinnedPool | None:
+        region = self._region(nbytes, term)
         return native.PinnedPool(region) if region is not None else None
 
     def refit(self, sizes: Sequence[UnitSize]) -> bool:
@@ -138,14 +138,14 @@ class Resources:
         self.store.ledger.accounts[Tier.HOST].planned_nbytes += planned
         return slots is not None
 
-    def _larger(self, wanted: Sequence[int], nbytes: int, what: str) -> native.Region | None:
+    def _larger(self, wanted: Sequence[int], nbytes: int, term: str) -> native.Region | None:
         """Allocates the first size in ``wanted`` that fits, largest first. Returns None if the
         present ``nbytes`` are as good."""
         for size in wanted:
             if size <= nbytes:
                 return None
             try:
-                return self._region(size, what)
+                return self._region(size, term)
             except CapacityError:
                 if size == wanted[-1]:
                     raise

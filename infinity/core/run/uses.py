@@ -96,22 +96,22 @@ class Uses:
             return self.scopes.scope()
         return self.scopes.scope(wait=self._wait, prepare=prepare)
 
-    def check(self, operation: OperationKind, what: str | None = None) -> None:
-        """Raises UsageError, with ``what`` as the name, if ``operation`` is refused in the present
-        states. Nothing has changed then, so a running activity can continue."""
+    def check(self, operation: OperationKind, name: str | None = None) -> None:
+        """Raises UsageError, with ``name`` in its message, if ``operation`` is refused in the
+        present states. Nothing has changed then, so a running activity can continue."""
         if not operation.call.is_quick and not self.is_in(State.UNWRAPPED):
             with self.begin(operation):
                 if not operation.call.loads_all:
                     self._settle()  # only its exceptions may interrupt a running activity
-        self._refuse(operation, what)
+        self._refuse(operation, name)
 
-    def _refuse(self, operation: OperationKind, what: str | None) -> None:
+    def _refuse(self, operation: OperationKind, name: str | None) -> None:
         if (states := self._refusing.get(operation)) is None:
             states = [entry for entry in self._is_in.items() if refuses(entry[0], operation)]
             self._refusing[operation] = states
         for state, is_in in states:
             if is_in():
-                raise refusal(operation, state, what)
+                raise refusal(operation, state, name)
 
     def operation(self, operation: OperationKind) -> native.Scope:
         """Opens the scope of ``operation``. Raises UsageError if it is refused in the present

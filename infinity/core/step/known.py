@@ -152,18 +152,18 @@ class Known:
         name = config.moments
         if name == Config.moments or (by_class == "fp32" and self.dtype != by_class):
             name = by_class or self.dtype
-        dtypes, of_what = self.dtypes, self.name
+        dtypes, subject = self.dtypes, self.name
         if needed := [moment for moment in self.exact if moment in moments]:
-            dtypes, of_what = (
+            dtypes, subject = (
                 ("fp32",),
-                f"{of_what} with {needed[0]}, which {self.exact[needed[0]]}",
+                f"{subject} with {needed[0]}, which {self.exact[needed[0]]}",
             )
         elif self.rule is not None and THIRD in moments.values():
             dtypes = tuple(dtype for dtype in dtypes if dtype != "int8")
-            of_what += ", which has a third moment"
+            subject += ", which has a third moment"
         if name not in dtypes:
             raise ConfigError(
-                f"moments={name!r} is not for {of_what}: choose {' or '.join(dtypes)}"
+                f"moments={name!r} is not for {subject}: choose {' or '.join(dtypes)}"
             )
         return dict.fromkeys(moments.values(), MOMENT_DTYPES[name])
 

@@ -79,10 +79,10 @@ class Form:
         """Makes the local part of ``param`` a view of the memory of ``view``."""
         param.data = view
 
-    def part(self, param: Any, value: torch.Tensor, what: str) -> torch.Tensor:
+    def part(self, param: Any, value: torch.Tensor, message: str) -> torch.Tensor:
         """Returns the local part of ``value`` (a tensor of any form, in the shape of ``param``),
-        divided and summed up as ``param`` is. Raises UsageError, which begins with ``what``, for a
-        value that does not fit."""
+        divided and summed up as ``param`` is. Raises UsageError, which begins with ``message``, for
+        a value that does not fit."""
         return gathered(value)
 
     def whole(self, tensor: Any) -> torch.Tensor:
@@ -131,12 +131,12 @@ def like(tensor: Any, local: torch.Tensor) -> torch.Tensor:
     return local if form is PLAIN else form.build(form.spec(tensor), local)
 
 
-def part_of(param: Any, value: torch.Tensor, what: str) -> torch.Tensor:
+def part_of(param: Any, value: torch.Tensor, message: str) -> torch.Tensor:
     """Returns the local part of ``value`` in the form of ``param``, as :meth:`Form.part` does."""
     form = _FORMS[type(param)]
     if form is PLAIN and _FORMS[type(value)] is PLAIN:
         return value
-    return form.part(param, value, what)
+    return form.part(param, value, message)
 
 
 def gathered(tensor: Any) -> torch.Tensor:

@@ -123,7 +123,7 @@ class HomeArrays:
         self,
         store: ArrayStore,
         tiers: dict[str, Tier],
-        what: str,
+        owner: str,
         *,
         cached: Collection[str] = (),
     ) -> None:
@@ -140,10 +140,10 @@ class HomeArrays:
                 make=homes.make_region if is_shared else native.Region,
                 copied=name not in OF_UPDATE,  # the rest when it first passes
             )
-            array = allocate(tiers[name], what=f"{name} of {what}")
+            array = allocate(tiers[name], purpose=f"{name} of {owner}")
             if name in cached:
                 self._reserved.append(array)
-                array = allocate(Tier.HOST, what=f"{name} of {what}, kept from NVMe")
+                array = allocate(Tier.HOST, purpose=f"{name} of {owner}, kept from NVMe")
             self.arrays[name] = array
 
     def grow(self, spec: FlatParamSpec, arrays: dict[str, StateArray]) -> None:

@@ -111,7 +111,7 @@ class KeptArrays:
         *,
         keeper: Extension | None = None,
         saved_as: str | None = None,
-        what: str | None = None,
+        purpose: str | None = None,
         otherwise: Tier | None = None,
     ) -> Kept:
         """Allocates an array of ``dtype`` beside each of ``flat_params``, zeroed, where its master
@@ -150,14 +150,14 @@ class KeptArrays:
         wanted = {flat_param: kept.dtype_of(flat_param) for flat_param in targets}
         # A keeper's terms of this name were these arrays
         terms = {tier: -of.get(name, 0) for tier, of in self._planned.plan.terms.items()}
-        tiers = self.make_room(wanted.items(), what or name, beside=terms, otherwise=otherwise)
+        tiers = self.make_room(wanted.items(), purpose or name, beside=terms, otherwise=otherwise)
         try:
             self._kept.append(kept)
             for tier, term in terms.items():
                 self._planned.add(tier, name, term)
                 self.store.ledger.accounts[tier].planned_nbytes += term
             for (flat_param, dtype_there), tier in zip(wanted.items(), tiers):
-                self._allocate(kept, flat_param, dtype_there, what or name, tier)
+                self._allocate(kept, flat_param, dtype_there, purpose or name, tier)
         except BaseException:
             self.free(kept)
             raise
@@ -171,7 +171,7 @@ class KeptArrays:
     def make_room(
         self,
         wanted: Iterable[tuple[FlatParam, torch.dtype]],
-        what: str,
+        purpose: str,
         *,
         beside: Mapping[Tier, int] | None = None,
         otherwise: Tier | None = None,
@@ -189,14 +189,14 @@ class KeptArrays:
             needed[tier] += nbytes
             tiers.append(tier)
         for tier, nbytes in needed.items():
-            self.store.allocator.make_room(tier, nbytes, what)
+            self.store.allocator.make_room(tier, nbytes, purpose)
         return tiers
 
     def _allocate(
-        self, kept: Kept, flat_param: FlatParam, dtype: torch.dtype, what: str, tier: Tier
+        self, kept: Kept, flat_param: FlatParam, dtype: torch.dtype, purpose: str, tier: Tier
     ) -> None:
         array = self.store.allocator.allocate_later(
-            tier, dtype, flat_param.layout.shard_numel, what
+            tier, dtype, flat_param.layout.shard_numel, purpose
         )
         kept.flat_params[flat_param] = None  # first: an interrupt must not hide it from free()
         flat_param.homes.kept[kept.name] = array

@@ -37,10 +37,10 @@ MOVES = {
 
 
 class Moves:
-    """The last moves of ``what``, and the errors for others."""
+    """The last moves of ``name``, and the errors for others."""
 
-    def __init__(self, what: str):
-        self._what = what
+    def __init__(self, name: str):
+        self._name = name
         # From and to; None: reset by a rebuild
         self._last: deque[tuple[Residency, Residency | None]] = deque(maxlen=6)
 
@@ -64,5 +64,5 @@ class Moves:
             or "none"
         )
         return UsageError(
-            f"{self._what} is {now.name} and cannot {action}; its last moves: {moves}"
+            f"{self._name} is {now.name} and cannot {action}; its last moves: {moves}"
         )

@@ -90,7 +90,7 @@ class WeightAverage(Extension, Source):
         self.kept = job.kept.keep(
             "average",
             keeper=self,
-            what="the average",
+            purpose="the average",
             otherwise=job.planned.plan.tiers["master"],
         )
         job.events.use_ready.append(self.bring_back)

@@ -216,7 +216,7 @@ def test_small_gradients_share_a_job_until_it_is_needed(how, counting):
     assert home == [0, 1, 2, 3]
     BEGINS[how](queue, event)
     (transfer,) = counting.sent
-    assert transfer.nbytes == 4 * NBYTES and transfer.what == "weight 0 and 3 more"
+    assert transfer.nbytes == 4 * NBYTES and transfer.label == "weight 0 and 3 more"
     sent_by(queue, 1)
     queue.begin()
     assert len(counting.sent) == 2

@@ -178,7 +178,7 @@ def test_activations_go_through_staging_memory_once_and_are_waited_for(
                 time.sleep(0.003)
                 work()
 
-            if transfer is not None and (transfer.edge, transfer.what) == (
+            if transfer is not None and (transfer.edge, transfer.label) == (
                 "device->host",
                 "activations",
             ):

@@ -142,11 +142,11 @@ class Allocator:
         self.allocator, self.fails = self, fails  # as the store's
         self.made, self.freed = [], []
 
-    def allocate(self, tier, dtype, numel, what, *, make=None, copied=True) -> SimpleNamespace:
+    def allocate(self, tier, dtype, numel, purpose, *, make=None, copied=True) -> SimpleNamespace:
         if len(self.made) == self.fails:
-            raise MemoryError(what)
-        made = {"tier": tier, "dtype": dtype, "numel": numel, "what": what, "region": make}
-        array = SimpleNamespace(**made, copied=copied, extent=f"extent of {what}")
+            raise MemoryError(purpose)
+        made = {"tier": tier, "dtype": dtype, "numel": numel, "what": purpose, "region": make}
+        array = SimpleNamespace(**made, copied=copied, extent=f"extent of {purpose}")
         self.made.append(array)
         return array
 

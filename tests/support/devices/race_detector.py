@@ -112,7 +112,7 @@ class RaceDetector(device.Device):
         finally:
             self.line = before
         if transfer is not None:
-            self.traffic.copied(transfer.edge, transfer.nbytes, transfer.what, 0.0, 1.0)
+            self.traffic.copied(transfer.edge, transfer.nbytes, transfer.label, 0.0, 1.0)
         return DetectedMoment(self, dict(self.clocks[queue]))
 
     def now(self):

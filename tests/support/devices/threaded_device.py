@@ -87,7 +87,7 @@ class ThreadedDevice(Device):
                 work = None  # it refers to tensors
                 if transfer is not None:
                     self.traffic.copied(
-                        transfer.edge, transfer.nbytes, transfer.what, start, time.perf_counter()
+                        transfer.edge, transfer.nbytes, transfer.label, start, time.perf_counter()
                     )
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 event.end(error)
