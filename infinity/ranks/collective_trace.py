@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MOST_KNOWN = 64  # remembered sequences
+MOST_SEQUENCES = 64  # remembered sequences
 NUMBERS = 6  # that encode a collective (see `kinds`)
 IS_ON_HOST = 5  # which of them tells whether it is in host memory
 STAND_IN = ""  # the name of one started only to complete another rank's
@@ -68,7 +68,7 @@ class CollectiveTrace:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._known: OrderedDict[Hashable, list[Collective]] = OrderedDict()
+        self._sequences: OrderedDict[Hashable, list[Collective]] = OrderedDict()
         self._key: Hashable = None  # of this pass
         self._started: list[Collective] = []
         self._verified: list[Collective] | None = None
@@ -87,7 +87,7 @@ class CollectiveTrace:
     def close(self) -> None:
         """Forgets everything: ``dummy_of`` refers to the groups, whose threads must not wait for
         the garbage collector."""
-        self._known.clear()
+        self._sequences.clear()
         self._started, self._verified, self._recent, self._under_way = [], None, [], []
         self._starting = self.dummy_of = None
 
@@ -99,27 +99,27 @@ class CollectiveTrace:
         if was_entered:
             self.was_followed = self.is_verified and not self.is_open
         if was_entered and not self.is_open:
-            self._known[self._key] = self._started
-            self._known.move_to_end(self._key)
-            if len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
+            self._sequences[self._key] = self._started
+            self._sequences.move_to_end(self._key)
+            if len(self._sequences) > MOST_SEQUENCES:
+                self._sequences.popitem(last=False)
         if not self.is_open:
             self._verified = None
         self._is_over = True
 
     def digest_of(self, key: Hashable) -> int:
         """Returns a digest of the sequence of the last pass of ``key``; 0 if there was none."""
-        if key not in self._known:
+        if key not in self._sequences:
             return 0
         return number_of(
-            (key, [(collective.what, collective.nbytes) for collective in self._known[key]])
+            (key, [(collective.what, collective.nbytes) for collective in self._sequences[key]])
         )
 
     def begin(self, key: Hashable, *, verified: bool, predicted: bool = False) -> None:
         """Starts a pass of ``key``. ``verified``: all ranks repeat the last sequence.
         ``predicted``: predicted; its forward calls :meth:`enter` later."""
         self._key, self._started, self._is_over, self._is_predicted = key, [], False, predicted
-        self._verified = self._known[key] if verified else None
+        self._verified = self._sequences[key] if verified else None
 
     def enter(self, key: Hashable) -> bool:
         """Enters the predicted pass. Returns whether it is still verified, has this ``key``, and

@@ -134,14 +134,14 @@ class ParallelDims:
         group = self.expert_group
         if group is None:
             return self
-        own = {"rank": group.rank, "size": group.size, "shard_group": group.channel}
-        shared = {
+        narrowed = {"rank": group.rank, "size": group.size, "shard_group": group.channel}
+        dropped = {
             "grid_group": self.dp_group,
             "expert_group": None,
             "node_group": None,
             "nodes": (),
         }
-        return replace(self, **own, ep_size=len(group.over), **shared)
+        return replace(self, **narrowed, ep_size=len(group.over), **dropped)
 
     @property
     def keeps_weights(self) -> bool:

@@ -287,8 +287,8 @@ class GradientBank:
             return
         if not begin:
             record.adds = record.state is not GradState.ABSENT and not self.ranks.keeps_gradients
-        own = average.to(handle.flat_param.spec.grad_dtype)
-        self.lander.land_shard(handle, own, begin, adds=record.adds)
+        shard = average.to(handle.flat_param.spec.grad_dtype)
+        self.lander.land_shard(handle, shard, begin, adds=record.adds)
         record.proxy_norm = None
         record.averaged = True
         record.move(GradState.LANDED)
@@ -369,8 +369,8 @@ class GradientBank:
 
     def _began_to_land(self, handle: ParamHandle) -> Meeting | None:
         """Returns the meeting of a running backward of which a part has landed, or None."""
-        for (its, _), meeting in self._meetings.copy().items():
-            if its is handle and meeting is not None and meeting.is_first is not None:
+        for (other, _), meeting in self._meetings.copy().items():
+            if other is handle and meeting is not None and meeting.is_first is not None:
                 return meeting
         return None
 

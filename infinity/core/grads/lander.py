@@ -162,25 +162,27 @@ class Lander:
         if total is not home:
             home.copy_(total, non_blocking=True)
 
-    def land_shard(self, handle: ParamHandle, own: torch.Tensor, begin: int, *, adds: bool) -> None:
-        """Sets this rank's shard of the gradient from element ``begin`` to ``own``, or adds it
-        (``adds``). ``own`` is flat, in storage order."""
+    def land_shard(
+        self, handle: ParamHandle, shard: torch.Tensor, begin: int, *, adds: bool
+    ) -> None:
+        """Sets this rank's shard of the gradient from element ``begin`` to ``shard``, or adds it
+        (``adds``). ``shard`` is flat, in storage order."""
         is_remote = self._homes.is_remote(handle)
         flat_param = handle.flat_param
         flat_param.homes.wait_running()
         first, last = flat_param.layout.shard_part(handle.index)
-        if self._homes.are_in_pieces(flat_param) or own.numel() < last - first:
+        if self._homes.are_in_pieces(flat_param) or shard.numel() < last - first:
             first -= flat_param.layout.placements[handle.index].offset
-            self.land_span(handle, first + begin, own, adds=adds)
+            self.land_span(handle, first + begin, shard, adds=adds)
             return
         if flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
-            self._land_rows(handle, own, self._norms.of_shard, adds=adds)
+            self._land_rows(handle, shard, self._norms.of_shard, adds=adds)
         elif is_remote:
             home = self._homes.shard(handle, write=True, wait=False)
-            self.beside(handle, home, own, self._norms.of_shard, adds=adds)
+            self.beside(handle, home, shard, self._norms.of_shard, adds=adds)
         else:
             home = self._homes.shard(handle, write=True)
-            self._here(handle, home, own, self._norms.of_shard, adds=adds)
+            self._here(handle, home, shard, self._norms.of_shard, adds=adds)
         if is_remote:
             # Not held back: averages also land outside of a backward, where none would be torn.
             self._homes.queue.begin()

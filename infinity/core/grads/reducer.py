@@ -212,10 +212,10 @@ class Reducer:
         came late because the forward took another order. Every rank calls this."""
         if self._order:
             return
-        mine = [(unit, *span) for unit, spans in self._own_spans().items() for span in spans]
+        entries = [(unit, *span) for unit, spans in self._own_spans().items() for span in spans]
         what = "the order of gradients"
-        count = self._collectives.assemble(torch.tensor(len(mine), device="cpu"), what).item()
-        table = torch.tensor((mine + [(0, 0, 0)] * count)[:count], device="cpu").view(count, 3)
+        count = self._collectives.assemble(torch.tensor(len(entries), device="cpu"), what).item()
+        table = torch.tensor((entries + [(0, 0, 0)] * count)[:count], device="cpu").view(count, 3)
         self._spans = {}
         for index, start, end in self._collectives.assemble(table, what).tolist():
             self._spans.setdefault(index, []).append((start, end))
@@ -292,11 +292,13 @@ class Reducer:
         reduction = Reduction(flat_param, wanted, got, is_decided=decided)
         reduction.bring_nothing(whole)
 
-        def done(given: torch.Tensor, begin: int, average: torch.Tensor, told: list[bool]) -> None:
+        def done(
+            part: torch.Tensor, begin: int, average: torch.Tensor, any_flags: list[bool]
+        ) -> None:
             for listener in self._listeners:
-                listener(flat_param, given, begin, average)
-            if told:
-                reduction.note_flags(told)
+                listener(flat_param, part, begin, average)
+            if any_flags:
+                reduction.note_flags(any_flags)
             if reduction.more_comes:
                 self._late.add(unit)
             try:
@@ -311,12 +313,12 @@ class Reducer:
         if self._in_buckets:
             most = bucket_numel(len(rows), rows.itemsize)
         for begin in range(0, numel, most):
-            given = rows[:, begin : begin + most].reshape(-1)
+            part = rows[:, begin : begin + most].reshape(-1)
             said = f"{what} from {begin}" if begin else what
             pending = flat_param.collectives.reduce(
-                given,
+                part,
                 said,
-                partial(done, given, begin),
+                partial(done, part, begin),
                 flags=() if begin else flags,
                 meets=not (decided or begin),
             )

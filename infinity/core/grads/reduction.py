@@ -36,10 +36,10 @@ class Reduction:
             if handle.index not in self._got:
                 self._flat_param.layout.placements[handle.index].view(whole).fill_(-0.0)
 
-    def note_flags(self, told: list[bool]) -> None:
+    def note_flags(self, flags: list[bool]) -> None:
         """Takes the exchanged flags: which of the gradients any rank has, then whether more may
         come."""
-        *self._anywhere, self.more_comes = told
+        *self._anywhere, self.more_comes = flags
         self._is_decided = True
 
     def land(

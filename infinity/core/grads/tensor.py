@@ -200,7 +200,7 @@ def _unscale(func, args: tuple) -> None:
     for grad in args[0]:
         if isinstance(grad, GradProxy):
             grad._values.change_own(
-                writable(grad._infinity_grad), lambda own: func([own], *args[1:])
+                writable(grad._infinity_grad), lambda shard: func([shard], *args[1:])
             )
         else:
             func([grad], *args[1:])
@@ -323,6 +323,6 @@ def _shortcut(func, subject: GradProxy, args: tuple):
         and len(args) == 2
     ):
         subject._values.note_edit(writable(handle), 1 / args[1])
-        subject._values.change_own(handle, lambda own: own.div_(args[1]))
+        subject._values.change_own(handle, lambda shard: shard.div_(args[1]))
         return subject
     return None

@@ -113,8 +113,8 @@ class GradValues:
     def number(self, factor: torch.Tensor) -> float:
         """Returns ``factor.item()``. The last one is cached, because every gradient is multiplied
         by it."""
-        known, version, value = self._factor
-        if known() is not factor or version != factor._version:
+        ref, version, value = self._factor
+        if ref() is not factor or version != factor._version:
             value = factor.item()
             self._factor = weakref.ref(factor), factor._version, value
         return value
@@ -186,10 +186,12 @@ class GradValues:
             return torch.linalg.vector_norm(everyones, order)
         # First per parameter, then over all norms in sorted order: equal bits for any split into
         # stages.
-        mine = torch.linalg.vector_norm(everyones, order, dim=0).tolist() if handles else []
-        found = self.collectives.collect(mine, "the norm of all gradients", [stages])
+        norms_here = torch.linalg.vector_norm(everyones, order, dim=0).tolist() if handles else []
+        lists = self.collectives.collect(norms_here, "the norm of all gradients", [stages])
         norms = torch.tensor(
-            [norm for theirs in found for norm in theirs if norm], dtype=torch.float32, device="cpu"
+            [norm for theirs in lists for norm in theirs if norm],
+            dtype=torch.float32,
+            device="cpu",
         )
         total = (
             torch.linalg.vector_norm(norms.sort().values, order) if len(norms) else torch.zeros(())
@@ -230,10 +232,10 @@ class GradValues:
             return
         there = torch.empty_like(home, device=self.device.where).copy_(home)
         change(there)
-        rest = there
+        remaining = there
         for _, home in self.homes.pieces(handle, fresh=True):
-            home.copy_(rest[: home.numel()])
-            rest = rest[home.numel() :]
+            home.copy_(remaining[: home.numel()])
+            remaining = remaining[home.numel() :]
         handle.grad.norm = None
 
     def _arrived_shard(self, handle: ParamHandle, *, write: bool = False) -> torch.Tensor:

@@ -40,10 +40,10 @@ def own_part() -> int:
     Alone, all that are available."""
     if not _ranks:
         return available()
-    mine, *others = _ranks
-    part = sum(1 / (1 + sum(processor in other for other in others)) for processor in mine)
+    ours, *others = _ranks
+    part = sum(1 / (1 + sum(processor in other for other in others)) for processor in ours)
     most = available()
-    if most < len(mine):  # a quota is below this process's affinity: the ranks share that, too
+    if most < len(ours):  # a quota is below this process's affinity: the ranks share that, too
         most //= len(_ranks)
     return max(1, min(int(part + 1e-9), most))
 

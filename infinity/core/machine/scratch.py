@@ -73,10 +73,10 @@ def candidates() -> list[Candidate]:
     return result
 
 
-def choose(found: Sequence[Candidate], needed_nbytes: int) -> Candidate | None:
+def choose(candidates: Sequence[Candidate], needed_nbytes: int) -> Candidate | None:
     """Chooses the folder on the fastest disk with room for ``needed_nbytes``, else the one with
     most room. None if none is usable. Measures disks only if there is a choice."""
-    usable = [candidate for candidate in found if not candidate.refusal]
+    usable = [candidate for candidate in candidates if not candidate.refusal]
     roomy = [candidate for candidate in usable if candidate.usable_nbytes >= needed_nbytes]
     if len(roomy) > 1:
         return max(

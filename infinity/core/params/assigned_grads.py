@@ -143,7 +143,7 @@ class AssignedGrads:
         if not assigned.is_held():
             self._let_go(handle)
             return None
-        tensor = assigned.given()
+        tensor = assigned.user_tensor()
         assigned.let_go()
         return tensor
 

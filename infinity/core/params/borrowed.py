@@ -73,7 +73,7 @@ def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
     borrowed = handle.borrowed() if handle is not None and handle.borrowed is not None else None
     if borrowed is None or handle.engine.computing or borrowed.is_superseded:
         return None
-    return borrowed.given()
+    return borrowed.user_tensor()
 
 
 def call_on_borrowed(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:

@@ -85,7 +85,7 @@ class BorrowedState:
     def own_edits(self) -> list[bytes]:
         """Digests of the writes to values of which other ranks have other local parts."""
         return [
-            own for handle in sorted(self._edits, key=_name_of) if (own := self._edits[handle][1])
+            edit for handle in sorted(self._edits, key=_name_of) if (edit := self._edits[handle][1])
         ]
 
     def edits_of(self, handle: ParamHandle) -> tuple[bytes, bytes] | None:
@@ -142,15 +142,15 @@ class BorrowedState:
             )
             for name, value in values.items()
         }
-        common, own = self._edits.get(handle, (b"", b""))
+        common, local = self._edits.get(handle, (b"", b""))
         for name, value in values.items():
             checksum = checksum_of(local_of(value)).to_bytes(4)
             common += name.encode()
             if name == STEP or is_plain(handle.param):
                 common += checksum
             else:
-                own = hashlib.blake2b(own + checksum, digest_size=16).digest()
-        self._edits[handle] = hashlib.blake2b(common, digest_size=16).digest(), own
+                local = hashlib.blake2b(local + checksum, digest_size=16).digest()
+        self._edits[handle] = hashlib.blake2b(common, digest_size=16).digest(), local
         self._journal.carry_out(partial(self._write, handle, values, then))
 
     def restart(self, handle: ParamHandle, names: list[str]) -> None:

@@ -53,11 +53,11 @@ class ForwardEdits:
     @contextmanager
     def adding_rows(self) -> Iterator[None]:
         """Lets more bytes of the parameters come in the block, which is not a change of them."""
-        own = {p: at for p, at in self._prints.items() if fingerprint(own_bytes(p)) == at}
+        unchanged = {p: at for p, at in self._prints.items() if fingerprint(own_bytes(p)) == at}
         try:
             yield
         finally:  # else rows of a read that failed would be sent home as an edit
-            self._prints |= {param: fingerprint(own_bytes(param)) for param in own}
+            self._prints |= {param: fingerprint(own_bytes(param)) for param in unchanged}
 
     def count(self, param: torch.nn.Parameter) -> None:
         """Has torch count a change of ``param`` that the engine makes, and no forward."""

@@ -231,7 +231,7 @@ class Lent:
         """Stops keeping the tensor alive."""
         self._strong = None
 
-    def given(self) -> torch.Tensor:
+    def user_tensor(self) -> torch.Tensor:
         """Returns the tensor, or another one of its memory if users have dropped it."""
         if (tensor := self.tensor()) is None:
             self.give(tensor := like(self.handle.param, self.bytes.detach()))
@@ -573,7 +573,7 @@ class Lents:
         """Returns the tensor that follows a value. None: there is none, or it cannot follow, since
         there are other ranks, which do not read now."""
         lent = self._lent.get(handle, {}).get(source)
-        return lent.given() if lent is not None and self._refresh(lent) else None
+        return lent.user_tensor() if lent is not None and self._refresh(lent) else None
 
     def refresh(self) -> None:
         """Reads the followers that are still held again, after a step."""

@@ -21,7 +21,7 @@ USE_FULL_PARAMS = "Read or change it inside `with infinity.full_params(model, [{
 
 # End of a path, names of functions there (none: any) -> the mistake, and what to do. The innermost
 # frame that matches counts.
-KNOWN: list[tuple[str, frozenset[str], str]] = [
+MISUSES: list[tuple[str, frozenset[str], str]] = [
     (path, frozenset(names.split()), advice)
     for path, names, advice in [
         (
@@ -165,17 +165,17 @@ def _running(frame: FrameType | None) -> Iterator[tuple[str, bool]]:
     for _ in range(DEEPEST):
         if frame is None:
             return
-        if (known := _known(frame.f_code)) is not None:
-            yield known
+        if (misuse := _misuse(frame.f_code)) is not None:
+            yield misuse
         frame = frame.f_back
 
 
 @lru_cache(maxsize=4096)
-def _known(code: CodeType) -> tuple[str, bool] | None:
+def _misuse(code: CodeType) -> tuple[str, bool] | None:
     path = code.co_filename.replace(os.sep, "/")
-    for known, names, said in KNOWN:
-        if f"/{known}" in path and (not names or code.co_name in names):
-            return said, known in ONLY_COPIES
+    for misuse, names, said in MISUSES:
+        if f"/{misuse}" in path and (not names or code.co_name in names):
+            return said, misuse in ONLY_COPIES
     return None
 
 
@@ -218,19 +218,19 @@ def caller(path: str, name: str = "") -> FrameType | None:
 CALL = "wrap_model(model, optimizer, config)"
 
 
-def instead_of_model(given: object) -> str:
+def instead_of_model(argument: object) -> str:
     """Returns what to give wrap_model instead of something that is not a model."""
-    if isinstance(given, torch.optim.Optimizer):
+    if isinstance(argument, torch.optim.Optimizer):
         return f"the model comes first, {CALL}"
-    if isinstance(given, (str, os.PathLike)):
+    if isinstance(argument, (str, os.PathLike)):
         return "build it first, as with AutoModelForCausalLM.from_pretrained"
     return f"give the model itself, {CALL}"
 
 
-def instead_of_optimizer(given: object) -> str:
+def instead_of_optimizer(argument: object) -> str:
     """Returns what to give wrap_model instead of something that is not an optimizer."""
-    if isinstance(given, (Mapping, str, os.PathLike)):
+    if isinstance(argument, (Mapping, str, os.PathLike)):
         return f"the configuration comes third, {CALL}"
-    if isinstance(given, type):
-        return f"make one of it, {given.__name__}(model.parameters(), lr=...)"
+    if isinstance(argument, type):
+        return f"make one of it, {argument.__name__}(model.parameters(), lr=...)"
     return f"give the optimizer itself, or None to train nothing, {CALL}"

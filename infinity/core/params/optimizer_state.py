@@ -87,11 +87,11 @@ class OptimizerState:
             with flat_param.assembling_state(store, arrays, masters=masters):
                 state |= {indices[param]: self._read_one(param, lends=lends) for param in params}
         entries = {index: state[index] for index in sorted(state) if state[index]}
-        for key, own in books.own_values().items():
+        for key, values in books.own_values().items():
             if key not in indices:
-                entries[key] = own
+                entries[key] = values
             else:
-                entries[indices[key]] = entries.get(indices[key], {}) | own
+                entries[indices[key]] = entries.get(indices[key], {}) | values
         return {"state": entries, "param_groups": groups}
 
     def _moments_at(self, flat_param: FlatParam) -> dict[str, str]:
@@ -194,14 +194,14 @@ class OptimizerState:
         change = partial(self._set, state_dict, groups, books, of_masters)
         params = self._params_of(state_dict)
         handles = list(map(handle_of, params.values()))
-        given = [
+        edits = [
             (handle, local_of(value))
             for index, handle in zip(params, handles)
             for value in state_dict["state"].get(index, {}).values()
             if isinstance(value, torch.Tensor)
         ]
         said, collectives = "loading the optimizer's state", self._context.collectives
-        self._context.journal.carry_out(change, partial(compare_values, collectives, said, given))
+        self._context.journal.carry_out(change, partial(compare_values, collectives, said, edits))
         loaded = set(of_masters["loaded"])
         are_absent = collectives.meet(
             "masters that were loaded", flags=[handle.name not in loaded for handle in handles]

@@ -116,9 +116,9 @@ def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tenso
     """Returns the value of a parameter. A tied one is one tensor under all its names in a state
     dict, as in torch."""
     job = engine.job
-    for known in job.lents.tensors(job.edits, handle) if len(handle.names) > 1 else ():
-        if any(value is known for value in state.values()):
-            return known
+    for tensor in job.lents.tensors(job.edits, handle) if len(handle.names) > 1 else ():
+        if any(value is tensor for value in state.values()):
+            return tensor
     value = like(handle.param, handle.flat_param.read_value(job.store, handle.index))
     job.lents.lend(job.edits, handle, value)
     return value

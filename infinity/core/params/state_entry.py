@@ -129,9 +129,9 @@ class StateEntry(Shown):
         if key not in self._at_home:
             dict.__delitem__(self, key)
             return
-        rest = {name: self[name] for name in self._at_home if name != key}
+        others = {name: self[name] for name in self._at_home if name != key}
         self._state.restart(self._handle)
-        dict.update(self, rest)
+        dict.update(self, others)
         self._state.note(self._handle, self)
 
     def __iter__(self) -> Iterator:
@@ -181,8 +181,8 @@ class StateAtHome:
 
     def names_of(self, handle: ParamHandle) -> tuple[str, ...]:
         """Returns torch's keys of the values that a parameter has a home for."""
-        kept = (STEP, *handle.flat_param.spec.moments)  # also when it is unwrapped
-        return tuple(name for name, array in self._arrays.items() if array in kept)
+        moments = (STEP, *handle.flat_param.spec.moments)  # also when it is unwrapped
+        return tuple(name for name, array in self._arrays.items() if array in moments)
 
     @property
     def keys(self) -> set[str]:
@@ -274,8 +274,8 @@ class StateAtHome:
         if not is_dense(value.shape, value.stride()):
             return False
         dtype = handle.flat_param.arrays[array].dtype if array != STEP else torch.float32
-        kept = torch.float32 if dtype == torch.uint8 else dtype
-        return value.dtype == kept and (array == STEP or value.device == handle.param.device)
+        moments = torch.float32 if dtype == torch.uint8 else dtype
+        return value.dtype == moments and (array == STEP or value.device == handle.param.device)
 
     def _using(self) -> Any:
         return self._context.uses.operation(Operation.USE_OPTIMIZER_STATE)

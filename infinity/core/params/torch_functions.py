@@ -107,7 +107,7 @@ def converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -
         )
     if kwargs.get("copy"):
         return False
-    rest = [_META if _is_own_device(value, subject) else value for value in args[1:]]
+    tail = [_META if _is_own_device(value, subject) else value for value in args[1:]]
     named = {k: _META if _is_own_device(v, subject) else v for k, v in kwargs.items()}
     if func is torch.Tensor.cpu:
         return subject.device.type == "cpu"
@@ -115,11 +115,11 @@ def converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -
         wanted = args[1] if len(args) > 1 else kwargs.get("device")
         wanted = torch.device("cuda", wanted) if isinstance(wanted, int) else wanted
         return subject.device.type == "cuda" and (wanted is None or _is_own_device(wanted, subject))
-    if any(isinstance(value, torch.Tensor) for value in (*rest, *named.values())):
+    if any(isinstance(value, torch.Tensor) for value in (*tail, *named.values())):
         return False
-    if any(value is not _META and _device(value) is not None for value in (*rest, *named.values())):
+    if any(value is not _META and _device(value) is not None for value in (*tail, *named.values())):
         return False  # another device, or meta itself
-    return func(probe, *rest, **named) is probe
+    return func(probe, *tail, **named) is probe
 
 
 _META = torch.device("meta")  # stands for the tensor's own device in the probe of a conversion

@@ -59,14 +59,14 @@ def touch(
     args: tuple,
     kwargs: dict,
     touched: Sequence[torch.Tensor],
-    rest: Rest,
+    make_rest: Rest,
     *,
     dispatched: bool = False,
 ) -> Any:
     """Calls ``func`` with the values of the tensors at rest ``touched``, all of which are among its
-    arguments. ``rest`` makes the tensor at rest of a view. ``dispatched``: beneath autograd, which
-    saved the tensors at rest, and does not count writes there. Raises UsageError if it is refused,
-    before anything changed."""
+    arguments. ``make_rest`` makes the tensor at rest of a view. ``dispatched``: beneath autograd,
+    which saved the tensors at rest, and does not count writes there. Raises UsageError if it is
+    refused, before anything changed."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
     if name in RESHAPING or (name in SHARING and not managed(touched[0]).engine.computing):
         raise _refusal(managed(touched[0]), name)
@@ -77,7 +77,7 @@ def touch(
             lambda leaf: leaf.clone() if handle_of(leaf) is not None else leaf, (args, kwargs)
         )
         return func(*args, **kwargs)
-    call = _Call(func, name, args, kwargs, rest, dispatched)
+    call = _Call(func, name, args, kwargs, make_rest, dispatched)
     return _run_foreach(call) if name.startswith("_foreach_") else call.run(touched)
 
 

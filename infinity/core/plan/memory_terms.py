@@ -182,19 +182,19 @@ class MemoryTerms:
         shards = [flat.numel // flat.shards for flat in averaged]
         replicas = max(flat.replicas for flat in averaged)
         of_replicas = (replicas + 1) * (replicas > 1) * FLOAT32_NBYTES
-        own = whole * (not self._device.is_host) * at_home
+        at_device = whole * (not self._device.is_host) * at_home
         # All wait until a pass of several micro-batches ends; else one more whole one is reduced.
         of_all = sum(flat.whole_nbytes("grad") for flat in averaged)
         waiting = of_all if self._reuses else 2 * whole + filled
-        others = 2 * whole + of_replicas * max(shards) + own
-        left = int(self._config.device_memory or sys.maxsize) - self._least_window()
-        left -= sum(self.terms[Tier.DEVICE].values())
-        in_buckets = 2 * PIECE_NBYTES < 3 * whole and left < waiting * (not at_home) + others
+        others = 2 * whole + of_replicas * max(shards) + at_device
+        available = int(self._config.device_memory or sys.maxsize) - self._least_window()
+        available -= sum(self.terms[Tier.DEVICE].values())
+        in_buckets = 2 * PIECE_NBYTES < 3 * whole and available < waiting * (not at_home) + others
         if in_buckets:
             buckets = [
                 bucket_numel(flat.shards, flat.spec.grad_dtype.itemsize) for flat in averaged
             ]
-            others = 2 * PIECE_NBYTES + of_replicas * max(buckets) + own
+            others = 2 * PIECE_NBYTES + of_replicas * max(buckets) + at_device
             waiting -= whole * (not self._reuses)
         self._add(Tier.DEVICE, TO_BE_AVERAGED, waiting * (not at_home))
         self._add(Tier.DEVICE, OF_OTHER_RANKS, others)
@@ -219,14 +219,14 @@ class MemoryTerms:
         held; the rest of a larger one is theirs first, then for more weights."""
         config, window, autograd = self._config, self._least_window(), self._autograd_nbytes()
         if config.device_memory is not None:
-            rest = int(config.device_memory) - sum(self.terms[Tier.DEVICE].values())
+            available = int(config.device_memory) - sum(self.terms[Tier.DEVICE].values())
             averaged = any(unit.is_averaged for unit in self._units)  # ranks evict nothing
             least = max(0, autograd - max(0, window - self._held)) if not averaged else autograd
-            autograd = max(least, min(autograd, rest - window))
+            autograd = max(least, min(autograd, available - window))
             # With params="auto", units get a home in the rest instead.
             if window and config.params != "auto":
                 total = sum(unit.weight_nbytes for unit in self._whole_units)
-                window = min(total, max(window, rest - autograd))
+                window = min(total, max(window, available - autograd))
         self._add(Tier.DEVICE, "gathered weights", window)
         self._add(Tier.DEVICE, GRADIENTS, autograd)
         return window, autograd

@@ -70,7 +70,7 @@ class ActivationStore:
         self._charges: dict[int, tuple[StorageWeakRef, weakref.ref[native.Charge]]] = {}
         self._excluded: set[int] = set()
         # By storage: its bytes at home, and the tensor's version when they were sent.
-        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
+        self._saved: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
 
     # --- the hooks ---
 
@@ -81,7 +81,7 @@ class ActivationStore:
         if self.planner is not None:
             self.planner.begin()
         self.home.forget_freed()
-        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+        self._saved = {key: entry for key, entry in self._saved.items() if not entry[0].expired()}
         self._charges = {key: entry for key, entry in self._charges.items() if entry[1]()}
 
     def hooks(self, outer: tuple[Callable, Callable] | None) -> tuple[Callable, Callable]:
@@ -115,7 +115,7 @@ class ActivationStore:
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
         in flight."""
-        self._known = {}
+        self._saved = {}
         self.home.rebuild()
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
@@ -141,15 +141,15 @@ class ActivationStore:
 
     def _charge_of(self, storage: torch.UntypedStorage) -> native.Charge | None:
         """Returns the charge of a storage that is kept."""
-        known = self._charges.get(storage._cdata)
-        return known[1]() if known is not None and not known[0].expired() else None
+        entry = self._charges.get(storage._cdata)
+        return entry[1]() if entry is not None and not entry[0].expired() else None
 
     def _pack(self, tensor: torch.Tensor) -> View | None:
         """Returns the view that replaces ``tensor`` in the graph. Returns None if the tensor stays
         on the device, because its budget has room, or because home has none and need not."""
         storage = tensor.untyped_storage()
         begin, nbytes = storage_span(tensor, storage.nbytes())
-        saved = self._known_bytes(tensor)
+        saved = self._saved_bytes(tensor)
         if saved is None:
             planner = self.planner
             is_sent = planner is not None and planner.is_sending
@@ -168,7 +168,7 @@ class ActivationStore:
                     return None
                 self.home.send(saved, storage, tensor)
             if nbytes == storage.nbytes():
-                self._known[storage._cdata] = (
+                self._saved[storage._cdata] = (
                     StorageWeakRef(storage),
                     weakref.ref(saved),
                     tensor._version,
@@ -183,7 +183,7 @@ class ActivationStore:
             tensor.is_neg(),
         )
 
-    def _known_bytes(self, tensor: torch.Tensor) -> Saved | None:
+    def _saved_bytes(self, tensor: torch.Tensor) -> Saved | None:
         """Returns the bytes at home of the whole storage, if they are still equal to it.
 
         Torch's version counter misses changes through ``.data`` or NumPy, so on a host device the
@@ -191,12 +191,12 @@ class ActivationStore:
         decides, as in autograd's own check.
         """
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)
-        saved = known[1]() if known is not None and not known[0].expired() else None
+        entry = self._saved.get(storage._cdata)
+        saved = entry[1]() if entry is not None and not entry[0].expired() else None
         if saved is None:
             return None
         if not self._device.is_host:
-            return saved if known[2] == tensor._version else None
+            return saved if entry[2] == tensor._version else None
         source = raw_bytes(storage)
         if saved.array.tier is Tier.NVME:
             return saved if native.crc32c(source) == saved.checksum else None

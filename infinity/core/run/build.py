@@ -163,7 +163,7 @@ def build_engine(
             lents=lents,
             prefetcher=prefetcher,
             activations=resources.make_activations(
-                placed=any(kind.places_saved for kind in extensions), local_size=ranks.local_size
+                placed=any(ext.places_saved for ext in extensions), local_size=ranks.local_size
             ),
             events=events,
             extensions=extensions,

@@ -221,8 +221,8 @@ class Engine:
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Writes the value of ``p.copy_(value)`` home, master included, outside a forward."""
-        job, given = self.job, {handle: value}
-        with self.uses.operation(Operation.WRITE_VALUE), job.lents.loading(job.edits, given):
+        job, values = self.job, {handle: value}
+        with self.uses.operation(Operation.WRITE_VALUE), job.lents.loading(job.edits, values):
             job.edits.write_value(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:

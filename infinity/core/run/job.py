@@ -102,7 +102,7 @@ class Job:
 
     def find(self, kind: type[E]) -> E | None:
         """Returns the extension of class ``kind``; None if this job has none."""
-        return next((known for known in self.extensions if isinstance(known, kind)), None)
+        return next((ext for ext in self.extensions if isinstance(ext, kind)), None)
 
     def add(self, extension: E) -> E:
         """Installs an extension that a call after the wrap has made. An error leaves none."""

@@ -78,9 +78,9 @@ class LookAhead:
         self._note(self._computes, unit, seconds)
 
     @staticmethod
-    def _note(known: dict[int, float], unit: int, seconds: float) -> None:
-        before = known.get(unit, seconds)
-        known[unit] = before + WEIGHT * (seconds - before)
+    def _note(durations: dict[int, float], unit: int, seconds: float) -> None:
+        before = durations.get(unit, seconds)
+        durations[unit] = before + WEIGHT * (seconds - before)
 
     def begin_pass(self, trace: Sequence[int]) -> None:
         """Chooses the depth for a pass that is expected to follow ``trace``."""

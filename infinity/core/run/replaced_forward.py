@@ -43,15 +43,15 @@ class ReplacedForward:
 
     def __init__(self, module: Any, forward: Callable[..., Any], name: str = "forward"):
         self._module, self._name = weakref.ref(module), name
-        self._own, self._is_removed = module.__dict__.get(name), False
+        self._replaced, self._is_removed = module.__dict__.get(name), False
         setattr(module, name, forward)
 
     def remove(self) -> None:
         """Restores the forward as it was. Idempotent."""
         module = self._module()
         if module is not None and not self._is_removed:
-            if self._own is not None:
-                setattr(module, self._name, self._own)
+            if self._replaced is not None:
+                setattr(module, self._name, self._replaced)
             else:
                 module.__dict__.pop(self._name, None)
         self._is_removed = True

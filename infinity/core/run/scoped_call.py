@@ -38,15 +38,15 @@ class ScopedCall:
 
     def __init__(self, job: Job, module: torch.nn.Module):
         self.module = weakref.ref(module)
-        self._own = {name: module.__dict__.get(name) for name in self.NAMES}
+        self._replaced = {name: module.__dict__.get(name) for name in self.NAMES}
         of_class = type(module)._call_impl
         reference = self.module
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             return of_class(reference(), *args, **kwargs)
 
-        self._calls = {"_call_impl": _scoped(job, self._own["_call_impl"] or plain)}
-        if (compiled := self._own["_compiled_call_impl"]) is not None:
+        self._calls = {"_call_impl": _scoped(job, self._replaced["_call_impl"] or plain)}
+        if (compiled := self._replaced["_compiled_call_impl"]) is not None:
             self._calls["_compiled_call_impl"] = _scoped(job, compiled)
         self.put()
 
@@ -61,10 +61,10 @@ class ScopedCall:
             return
         for name, call in self._calls.items():
             if module.__dict__.get(name) is call:
-                if self._own[name] is None:
+                if self._replaced[name] is None:
                     del module.__dict__[name]
                 else:
-                    module.__dict__[name] = self._own[name]
+                    module.__dict__[name] = self._replaced[name]
 
 
 def refuse_compiled_autograd() -> None:

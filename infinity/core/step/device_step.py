@@ -157,10 +157,10 @@ class DeviceStepper:
         after: list[Event],
     ) -> Event:
         def part(name: str) -> torch.Tensor:
-            each = block_numel(name)
-            own = flat_param.layout  # under ZeRO-1 the gradient is whole
-            before = own.own_shard[0] - own.own(name)[0] if name == "grad" else 0
-            return arrays[name].flat[before + begin // each : before - (-end // each)]
+            block = block_numel(name)
+            flat_layout = flat_param.layout  # under ZeRO-1 the gradient is whole
+            before = flat_layout.own_shard[0] - flat_layout.own(name)[0] if name == "grad" else 0
+            return arrays[name].flat[before + begin // block : before - (-end // block)]
 
         runs = [native.Run(*span) for span in spans]
         if not names:

@@ -112,8 +112,8 @@ class Known:
                 flags = {key: of for key, of in self.flags.items() if of != "decoupled"}
                 always = ("decoupled",) if self.kind is torch.optim.AdamW else ()
                 flags |= {name: name}
-                known = replace(self, rule=rule, flags=flags, always=always, instead={})
-                return replace(known, ignored=(*self.ignored, "decoupled_weight_decay"))
+                optimizer_class = replace(self, rule=rule, flags=flags, always=always, instead={})
+                return replace(optimizer_class, ignored=(*self.ignored, "decoupled_weight_decay"))
         return self
 
     @property
@@ -219,10 +219,10 @@ class Known:
     def check_stream(self, ranks: int) -> None:
         """Raises UsageError if a unit cannot be stepped before all gradients are there."""
 
-    def checked(self, ours: Any, given: Any, groups: Sequence[Group], where: str) -> Known:
+    def checked(self, ours: Any, optimizer: Any, groups: Sequence[Group], where: str) -> Known:
         """Returns how ``groups``, whose settings may have changed since the wrap, are stepped.
         Raises UsageError, from ``where``, for what the parameters have no room for. ``ours``: the
-        optimizer that stands for the one ``given``."""
+        optimizer that stands for the one ``optimizer``."""
         return self
 
     def stepper(self, step: Any, groups: Sequence[Group], method: str) -> Any:

@@ -27,10 +27,10 @@ from ..units.handle import HANDLE, ParamHandle, handle_of
 from ..units.unit import ParamUnit
 from .clipping import clip_factor
 from .context import StepContext
-from .given import Given
 from .known import Known
 from .members import Members
 from .optimizer_step import OptimizerStep
+from .plain_optimizer import PlainOptimizer
 from .rules import check_groups
 from .spans import numbers_of
 from .step_inputs import settings_of
@@ -56,7 +56,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             counts_steps=known.counts_steps,
             by_class=known.rule is None,
         )
-        self.given = Given(wrapped)
+        self.plain = PlainOptimizer(wrapped)
         outside = [kind.steps_outside(wrapped, self._books, known) for kind in kinds()]
         self._outside = next(filter(None, outside), OutsideSteps())
         self._members = Members(context, has_outside=any(outside))
@@ -64,7 +64,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
-        for kind in Given.SHARED:
+        for kind in PlainOptimizer.SHARED:
             setattr(self, kind, getattr(wrapped, kind))
         self.read_groups()  # shared from now on: a scheduler made for the wrapped one works here
         # A weak reference, so that nothing keeps the optimizer.
@@ -73,11 +73,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self._made_with = frozenset(vars(self))
 
     def __getattr__(self, name: str) -> Any:
-        if (given := vars(self).get("given")) is None:
+        if (plain := vars(self).get("plain")) is None:
             raise AttributeError(name)
-        if name in ("train", "eval") and callable(getattr(type(given.optimizer), name, None)):
+        if name in ("train", "eval") and callable(getattr(type(plain.optimizer), name, None)):
             return partial(self._switch, name)
-        return given.attribute(name)
+        return plain.attribute(name)
 
     def __deepcopy__(self, memo: dict) -> InfinityOptimizer:
         raise UsageError(
@@ -106,7 +106,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     @property
     def wrapped(self) -> torch.optim.Optimizer:
         """The plain optimizer that was given to wrap_model."""
-        return self.given.optimizer
+        return self.plain.optimizer
 
     @property
     def rule_name(self) -> str:
@@ -131,7 +131,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def read_groups(self) -> None:
         """Reads which parameters ``param_groups`` step. Raises UsageError for unusable ones."""
-        self.param_groups = self.given.share_groups(self.param_groups)
+        self.param_groups = self.plain.share_groups(self.param_groups)
         self._members.read(self.param_groups)
 
     def _read_books(self, where: str) -> None:
@@ -292,11 +292,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets gradients to None, or to zeros that the next step applies, as torch does."""
         with self.context.uses.operation(Operation.ZERO_GRAD):
-            own: list[ParamHandle] = []  # cleared at once
+            managed: list[ParamHandle] = []  # cleared at once
             for param in [param for group in self.param_groups for param in group["params"]]:
                 handle = param.__dict__.get(HANDLE)
                 if set_to_none and handle in self._members.group_of and not handle.has_raw_grad:
-                    own.append(handle)
+                    managed.append(handle)
                 elif set_to_none:
                     param.grad = None
                 elif handle is not None and handle.grad is not None and not handle.has_raw_grad:
@@ -304,7 +304,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 elif param.grad is not None:
                     param.grad.zero_()
             if set_to_none:
-                self.context.gradients.clear(*own)
+                self.context.gradients.clear(*managed)
             else:
                 self.context.gradients.clips.clear()
                 self.context.steps.forget_backwards()

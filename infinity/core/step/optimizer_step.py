@@ -38,18 +38,18 @@ class OptimizerStep:
         context: StepContext,
         known: Known,
         members: Members,
-        given: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer,
         books: OptimizerBooks,
     ):
-        """``given``, ``books``: the optimizer and its state."""
+        """``optimizer``, ``books``: the optimizer and its state."""
         self.context, self._known, self.members = context, known, members
-        self.given, self.books = given, books
+        self.optimizer, self.books = optimizer, books
         self.changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
 
     def _stepper(self, groups: Groups, method: str = "step") -> Any:
         """Makes what steps by ``groups``, or what runs a ``method`` of the class in their place."""
-        if (own := self._known.stepper(self, groups, method)) is not None:
-            return own
+        if (stepper := self._known.stepper(self, groups, method)) is not None:
+            return stepper
         group_of = self.members.group_of
         return Stepper(self.context, self._known, groups, group_of, self.books)
 
@@ -124,10 +124,10 @@ class OptimizerStep:
         fresh bytes copies."""
         units = self.context.units
         first = [index for index in self.context.schedule.first() if index < len(units)]
-        known = set(first)
+        indices = set(first)
         return [
             *(units[index] for index in first),
-            *(unit for unit in units if unit.index not in known),
+            *(unit for unit in units if unit.index not in indices),
         ]
 
     def _meet(self, groups: Groups, clip: float, then: Callable[[], None]) -> None:

@@ -39,16 +39,16 @@ class Optimizers:
 
     def __init__(
         self,
-        given: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[torch.optim.Optimizer],
         is_moved: Callable[[torch.Tensor], bool] = lambda param: True,
         names: Names = NO_NAMES,
     ):
         """``is_moved``: whether the engine moves a parameter. ``names``: those of the parameters
         before they are moved. Raises ConfigError for an optimizer whose step is not exactly a known
         one."""
-        self._given, self._order = list(given), {}
+        self._given, self._order = list(optimizers), {}
         self._all: list[Recognised] = []
-        for optimizer in given:
+        for optimizer in optimizers:
             moved = {
                 param: (len(self._all), group_index)
                 for group_index, group in enumerate(optimizer.param_groups)
@@ -122,9 +122,9 @@ def as_given(
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
-def like_given(optimizers: Sequence[torch.optim.Optimizer], given: Any) -> Any:
-    """Returns ``optimizers`` in the form of the argument ``given``: a list, one, or None."""
-    if isinstance(given, (list, tuple)):
+def like_given(optimizers: Sequence[torch.optim.Optimizer], argument: Any) -> Any:
+    """Returns ``optimizers`` in the form of the argument ``argument``: a list, one, or None."""
+    if isinstance(argument, (list, tuple)):
         return list(optimizers)
     return optimizers[0] if optimizers else None
 

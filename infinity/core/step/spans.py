@@ -38,13 +38,13 @@ def numbers_of(
     numbers = counters.first(group)
     if not handle.has_state:
         return numbers
-    own = books.own_of(handle.param)
-    if lacking := [name for name in numbers if name not in own]:
+    values = books.own_of(handle.param)
+    if lacking := [name for name in numbers if name not in values]:
         raise UsageError(
             f"optimizer.state of {handle.name} lacks {', '.join(lacking)}: set it, or delete this"
             " parameter's state to begin anew"
         )
-    return {name: torch.as_tensor(own[name]) for name in numbers}
+    return {name: torch.as_tensor(values[name]) for name in numbers}
 
 
 def next_step(group: Mapping[str, Any]) -> int:
@@ -71,8 +71,8 @@ class Spans:
 
     def stepped(self, flat_param: FlatParam) -> list[ParamHandle]:
         """Lists the parameters that have a landed gradient and are in a group."""
-        own = [handle for handle in flat_param.handles if handle in self._group_of]
-        return [handle for handle in own if handle.grad.state is GradState.LANDED]
+        stepped = [handle for handle in flat_param.handles if handle in self._group_of]
+        return [handle for handle in stepped if handle.grad.state is GradState.LANDED]
 
     def of(self, flat_param: FlatParam, clip: float = 1.0) -> Iterator[Span]:
         """Yields the spans of landed gradients. Neighbours with the same key form one. ``clip``:

@@ -176,16 +176,16 @@ class Stepper:
             first = 0
         elif stepper is not None and not is_fresh:
             first = stepper.share.first_own(flat_param)
-        own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
-        rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
-        if rest or (is_fresh and not is_there):
-            step.update = self._processor_update(step, runs_of(rest), after)
-        if own or (is_fresh and is_there):
+        on_device = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
+        on_host = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
+        if on_host or (is_fresh and not is_there):
+            step.update = self._processor_update(step, runs_of(on_host), after)
+        if on_device or (is_fresh and is_there):
             step.device_step = partial(
                 stepper.step,
                 flat_param,
                 flat_param.homes.native_layout(self._known.rule),
-                own,
+                on_device,
                 step.draft,
                 version=step.version,
                 after=self._context.gradients.homes.queue.of(flat_param),

@@ -232,8 +232,8 @@ class Arrival:
             for flat_param, weight, flat in zip(self._flat_params, weights, flats):
                 begin, end = flat_param.layout.own("weight")
                 # Makes no view if this rank has all of it: units can be many and small.
-                own = flat if end - begin == flat.numel() else flat[begin:end]
-                _bring(store, weight, 0, own)
+                shard = flat if end - begin == flat.numel() else flat[begin:end]
+                _bring(store, weight, 0, shard)
 
     def finish(self, store: ArrayStore) -> None:
         """Orders later compute after the weights. May block on other ranks."""

@@ -75,9 +75,9 @@ class DeviceBuffer:
     def is_held(self) -> bool:
         """Whether anything beside the engine refers to its storage, or may: in a torch that does
         not tell, :meth:`empty` finds out."""
-        own = 1 + len(self._views) + (len(self.flat_param.params) if self._is_shown else 0)
-        references = storage_guard.references(self.flat, own)
-        return references is None or references > own
+        ours = 1 + len(self._views) + (len(self.flat_param.params) if self._is_shown else 0)
+        references = storage_guard.references(self.flat, ours)
+        return references is None or references > ours
 
     @property
     def is_fixed(self) -> bool:

@@ -123,8 +123,8 @@ class FlatLayout:
 
     def part(self, name: str, index: int) -> tuple[int, int]:
         """Returns the elements of parameter ``index`` in the whole array ``name``."""
-        placement, each = self.placements[index], block_numel(name)
-        return placement.offset // each, -(-placement.end // each)
+        placement, block = self.placements[index], block_numel(name)
+        return placement.offset // block, -(-placement.end // block)
 
     def own_part(self, name: str, index: int) -> tuple[int, int]:
         """Returns the elements, maybe none, of :meth:`part` that are at home here."""

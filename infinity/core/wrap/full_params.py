@@ -50,7 +50,7 @@ def full_params(
         charge = _reserve(job, nbytes)
         copies = {param: _borrowed(job, param) for param in dict.fromkeys(selected.values())}
     try:
-        yield {name: copies[param].given() for name, param in selected.items()}
+        yield {name: copies[param].user_tensor() for name, param in selected.items()}
     finally:
         for copy in copies.values():
             copy.end()

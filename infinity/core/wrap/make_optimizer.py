@@ -33,5 +33,5 @@ def make_optimizer(engine: Engine, given: Recognised, place: int) -> InfinityOpt
             set_raw_grad(param, None)
             handle.grad.move(GradState.LANDED)
             engine.gradients.assigned.watch(handle, grad, local_of(grad))
-    stepping.given.share_state(stepping.state, stepping)
+    stepping.plain.share_state(stepping.state, stepping)
     return stepping

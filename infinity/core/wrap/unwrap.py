@@ -88,7 +88,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
     engine.finish_background()
     engine.wait_idle()
     books = [
-        (each.given, each.plain_state_dict(), each.state_outside_groups(), each.own_attributes)
+        (each.plain, each.plain_state_dict(), each.state_outside_groups(), each.own_attributes)
         for each in managed
     ]
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}

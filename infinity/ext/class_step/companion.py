@@ -15,8 +15,8 @@ import torch
 
 from ...core.params.books import OptimizerBooks
 from ...core.seams import Extension, OutsideSteps
-from ...core.step.given import Given
 from ...core.step.known import Known
+from ...core.step.plain_optimizer import PlainOptimizer
 from ...core.step.rules import plain_step
 from ...core.units.handle import HANDLE
 from ...core.wrap.described_model import can_step
@@ -70,10 +70,10 @@ class Companion(OutsideSteps):
 
     def __init__(self, given: torch.optim.Optimizer, books: OptimizerBooks, known: Known):
         self._known = known
-        left_out = (*Given.REPLACED, *Given.SHARED, "param_groups", "state")
+        left_out = (*PlainOptimizer.REPLACED, *PlainOptimizer.SHARED, "param_groups", "state")
         plain = object.__new__(type(given))
         vars(plain).update({k: v for k, v in vars(given).items() if k not in left_out})
-        vars(plain).update({kind: OrderedDict() for kind in Given.SHARED})
+        vars(plain).update({kind: OrderedDict() for kind in PlainOptimizer.SHARED})
         plain.param_groups, plain.state = [], books
         self._plain, self._books = plain, books
 

@@ -216,7 +216,7 @@ class OwnCode(Elsewhere):
 
     def stepper(self, step: OptimizerStep, groups: Any, method: str) -> ClassStepper:
         parts = step.context, self, groups, step.members.group_of
-        return ClassStepper(*parts, step.given, step.books, step.changed, method)
+        return ClassStepper(*parts, step.optimizer, step.books, step.changed, method)
 
 
 def class_entry(kind: type | str, step: str = "", **others: Any) -> OwnCode:

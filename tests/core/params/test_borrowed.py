@@ -52,9 +52,12 @@ def test_a_lent_value_is_the_memory_that_was_given_and_no_view(job):
     given = value()
     with torch.no_grad():
         borrowed = Borrowed(VALUES, job.param, given)
-    assert torch.equal(borrowed.given(), given) and borrowed.given().stride() == (1, 2)
-    assert not borrowed.given()._is_view() and borrowed.given().data_ptr() == given.data_ptr()
-    borrowed.given().zero_()
+    assert torch.equal(borrowed.user_tensor(), given) and borrowed.user_tensor().stride() == (1, 2)
+    assert (
+        not borrowed.user_tensor()._is_view()
+        and borrowed.user_tensor().data_ptr() == given.data_ptr()
+    )
+    borrowed.user_tensor().zero_()
     assert given.sum() == 0
 
 
@@ -62,9 +65,11 @@ def test_the_gradient_of_a_lent_value_is_the_parameters(job):
     """Claim: after changes in place, too, by which it is multiplied."""
     given = value()
     borrowed = Borrowed(VALUES, job.param, given)
-    assert borrowed.given().data_ptr() == given.data_ptr() and not borrowed.given().is_leaf
-    borrowed.given().mul_(2)
-    (borrowed.given() * torch.arange(6.0).view(2, 3)).sum().backward()
+    assert (
+        borrowed.user_tensor().data_ptr() == given.data_ptr() and not borrowed.user_tensor().is_leaf
+    )
+    borrowed.user_tensor().mul_(2)
+    (borrowed.user_tensor() * torch.arange(6.0).view(2, 3)).sum().backward()
     assert job.param.grad.tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
@@ -72,13 +77,13 @@ def test_the_gradient_of_a_lent_value_is_the_parameters(job):
 def test_a_lent_value_has_no_graph_where_its_parameter_gets_no_gradient(requires_grad, is_enabled):
     job = Job(requires_grad=requires_grad)
     with torch.set_grad_enabled(is_enabled):
-        assert not Borrowed(VALUES, job.param, value()).given().requires_grad
+        assert not Borrowed(VALUES, job.param, value()).user_tensor().requires_grad
 
 
 def test_a_backward_after_the_parameter_has_changed_is_refused(job):
     """Twin: before, it is not."""
     borrowed = Borrowed(VALUES, job.param, value())
-    out = borrowed.given().sum()
+    out = borrowed.user_tensor().sum()
     out.backward(retain_graph=True)
     job.handle.changed()
     with pytest.raises(UsageError, match="this backward needs a as full_params gave it"):
@@ -89,7 +94,7 @@ def test_a_value_is_lent_from_its_making_to_its_end(job):
     """Twins: another tensor has none. An end may come twice."""
     assert lent_to(job.param) is None
     borrowed = Borrowed(VALUES, job.param, value())
-    assert lent_to(job.param) is borrowed.given()
+    assert lent_to(job.param) is borrowed.user_tensor()
     assert lent_to(torch.ones(1)) is None
     for _ in range(2):
         borrowed.end()
@@ -99,7 +104,7 @@ def test_a_value_is_lent_from_its_making_to_its_end(job):
 def test_a_value_is_lent_as_long_as_somebody_has_it(job):
     """Method: an end that was never said. Twin: the parameter keeps it no longer than that."""
     borrowed = Borrowed(VALUES, job.param, value())
-    assert lent_to(job.param) is borrowed.given()
+    assert lent_to(job.param) is borrowed.user_tensor()
     del borrowed
     gc.collect()
     assert lent_to(job.param) is None
@@ -110,7 +115,7 @@ def test_a_value_is_not_used_while_the_model_computes(job):
     borrowed = Borrowed(VALUES, job.param, value())
     for computing in (True, False):
         job.computing = computing
-        assert (lent_to(job.param) is borrowed.given()) == (not computing)
+        assert (lent_to(job.param) is borrowed.user_tensor()) == (not computing)
 
 
 def test_a_value_is_not_used_after_the_parameter_has_changed(job):
@@ -120,8 +125,8 @@ def test_a_value_is_not_used_after_the_parameter_has_changed(job):
     assert lent_to(job.param) is None
     borrowed.end()
     borrowed = Borrowed(VALUES, job.param, value())
-    assert lent_to(job.param) is borrowed.given()
-    borrowed.given().sum().backward()
+    assert lent_to(job.param) is borrowed.user_tensor()
+    borrowed.user_tensor().sum().backward()
     assert job.param.grad.sum() == 6
 
 
@@ -129,9 +134,9 @@ def test_a_block_inside_another_gives_the_outer_one_its_value_back(job):
     """Twin: an outer block that ends first ends nothing of the inner one."""
     outer = Borrowed(VALUES, job.param, value())
     inner = Borrowed(VALUES, job.param, value())
-    assert lent_to(job.param) is inner.given()
+    assert lent_to(job.param) is inner.user_tensor()
     inner.end()
-    assert lent_to(job.param) is outer.given()
+    assert lent_to(job.param) is outer.user_tensor()
     inner = Borrowed(VALUES, job.param, value())
     outer.end()
-    assert lent_to(job.param) is inner.given()
+    assert lent_to(job.param) is inner.user_tensor()

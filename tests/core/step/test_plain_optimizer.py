@@ -1,5 +1,5 @@
-"""Given: whichever name of an optimizer a script uses, over a wrap and an unwrap, does what torch's
-one optimizer does.
+"""PlainOptimizer: whichever name of an optimizer a script uses, over a wrap and an unwrap, does
+what torch's one optimizer does.
 
 Words used here: a **script** trains with `wrap` and `unwrap`, which do nothing for plain torch;
 what it returns has to be the same.

@@ -1,4 +1,4 @@
-"""Given: the optimizer that was given to wrap_model, which shares its books with its
+"""PlainOptimizer: the optimizer that was given to wrap_model, which shares its books with its
 replacement."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Groups = list[dict[str, Any]]
 
 
-class Given:
+class PlainOptimizer:
     """The plain optimizer. It shares groups, state, hooks and users' attributes with its
     replacement, whichever of the two is used. It does not step itself."""
 
@@ -39,7 +39,7 @@ class Given:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self._groups: Groups = []
-        self._own = {name: vars(optimizer).get(name) for name in self.REPLACED}
+        self._replaced = {name: vars(optimizer).get(name) for name in self.REPLACED}
         self._hooks = {kind: getattr(optimizer, kind) for kind in self.SHARED}
 
     def share_groups(self, ours: Groups) -> Groups:
@@ -77,9 +77,9 @@ class Given:
         """Lets it step by itself again, with the state of ``state_dict`` and of parameters
         ``outside`` of its groups. The group objects, which schedulers refer to, stay the same.
         Idempotent."""
-        for name, own in self._own.items():
-            if own is not None:
-                setattr(self.optimizer, name, own)
+        for name, method in self._replaced.items():
+            if method is not None:
+                setattr(self.optimizer, name, method)
             else:
                 vars(self.optimizer).pop(name, None)
         try:
