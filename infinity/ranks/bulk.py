@@ -52,13 +52,13 @@ class Bulk(PassAgreement):
         flat: torch.Tensor,
         what: str,
         *,
-        homes: Sequence[native.Region | None] = (),
+        regions: Sequence[native.Region | None] = (),
         in_node: bool = False,
     ) -> Pending | None:
         """Gathers every rank's shard into ``flat``, which has this one's. None: nothing to wait
         for.
 
-        ``homes``: the memory that starts with that shard, now or after an update; if all ranks
+        ``regions``: the memory that starts with that shard, now or after an update; if all ranks
         share it, they read the bytes there. ``in_node``: only among this machine's ranks, whose
         shards are larger.
         """
@@ -75,8 +75,8 @@ class Bulk(PassAgreement):
             return encoding.gather(rows, self.ranks.rank, what, partial(self._gather, Kind.GATHER))
         raw = bytes_of(flat)
         shard = raw.view(self.ranks.size, -1)[self.ranks.rank]
-        if homes and (shared := self.ranks.shard_group.homes) is not None and shared.have(homes):
-            begin = partial(shared.read, homes[0], raw, shard.numel(), what)
+        if regions and (memory := self.ranks.shard_group.peer_memory) and memory.have(regions):
+            begin = partial(memory.read, regions[0], raw, shard.numel(), what)
             return self._gather(Kind.READ, raw, shard, f"{what} where it lies", begin=begin)
         return self._gather(Kind.GATHER, raw, shard, what)
 
@@ -257,8 +257,8 @@ class Bulk(PassAgreement):
         if self._dp_group is not None:
             with self._dp_group.lock:
                 lost += self._dp_group.collective_trace.under_way()
-        if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
-            lost += [(work, True) for work in self.ranks.shard_group.homes.under_way()]
+        if self.ranks.shard_group is not None and self.ranks.shard_group.peer_memory is not None:
+            lost += [(work, True) for work in self.ranks.shard_group.peer_memory.under_way()]
         for work, is_on_host in lost:
             pending = self._pending([work], "what an exception left", None, torch.device("cpu"))
             pending.is_on_host = is_on_host

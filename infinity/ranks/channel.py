@@ -70,7 +70,7 @@ class Channel:
         self.bulk = group  # for gathers of device memory
         self.reductions = reductions or group  # for gradients: they do not wait behind gathers
         self.collective_trace = CollectiveTrace()
-        self.homes: Any = None  # of weights in memory that all these ranks can read; None: none
+        self.peer_memory: Any = None  # of weights that all these ranks can read; None: none
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # global ranks
         self.flags_nbytes = 16  # flags that fit a sync point: the same on all ranks
@@ -87,9 +87,9 @@ class Channel:
         device's memory."""
         self.bulk, self.reductions = bulk, reductions or bulk
 
-    def share(self, homes: Any) -> None:
-        """Lets gathers read weights from ``homes`` instead of sending them. None: stops that."""
-        self.homes = homes
+    def share(self, peer_memory: Any) -> None:
+        """Lets gathers read weights from ``peer_memory``, and send none. None: stops that."""
+        self.peer_memory = peer_memory
 
     def close(self) -> None:
         """Releases the groups now: their threads and descriptors must not wait for the garbage
@@ -98,8 +98,8 @@ class Channel:
         if self._listener is not None:
             self._listener.close()
         self.collective_trace.close()
-        if self.homes is not None:
-            self.homes.close()
+        if self.peer_memory is not None:
+            self.peer_memory.close()
         self.tree.close()
         self.group = self.bulk = self.reductions = None
 

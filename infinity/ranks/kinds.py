@@ -40,7 +40,7 @@ def begin(ranks: ParallelDims, kind: Kind, sent: torch.Tensor, received: torch.T
     if kind is Kind.NOTHING:
         return _Over()
     if kind is Kind.READ:
-        return ranks.shard_group.homes.complete(received, sent.numel())
+        return ranks.shard_group.peer_memory.complete(received, sent.numel())
     group = _group_of(ranks, kind)
     if kind is Kind.REDUCE:
         return dist.all_to_all_single(
@@ -55,7 +55,7 @@ def count_begun(ranks: ParallelDims, kind: Kind, where: torch.device) -> int:
     if kind is Kind.NOTHING:
         return 0
     if kind is Kind.READ:
-        return ranks.shard_group.homes.begun
+        return ranks.shard_group.peer_memory.begun
     try:
         return _group_of(ranks, kind)._get_backend(where)._get_sequence_number_for_group()
     except (AttributeError, RuntimeError):

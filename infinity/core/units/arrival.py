@@ -87,7 +87,7 @@ class Arrival:
                     pending = self._collectives.gather(
                         flat.view(torch.uint8) if flat_param.spec.exact else flat,
                         f"{self._name} ({i})",
-                        homes=flat_param.homes.weight_regions,
+                        regions=flat_param.homes.weight_regions,
                         in_node=in_node,
                     )
                     if pending is not None:

@@ -129,15 +129,15 @@ class HomeArrays:
     ) -> None:
         """Allocates arrays at ``tiers``, and host caches of ``cached``."""
         row = self.layout.ranks.shard_group
-        homes = row.homes if row is not None else None  # read by other ranks
+        peer_memory = row.peer_memory if row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.layout.own(name)
-            is_shared = homes is not None and name == "weight"
+            is_peer_read = peer_memory is not None and name == "weight"
             allocate = partial(
                 store.allocator.allocate,
                 dtype=dtype,
                 numel=end - begin,
-                make=homes.make_region if is_shared else native.Region,
+                make=peer_memory.make_region if is_peer_read else native.Region,
                 copied=name not in OF_UPDATE,  # the rest when it first passes
             )
             array = allocate(tiers[name], purpose=f"{name} of {owner}")

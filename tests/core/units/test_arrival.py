@@ -92,8 +92,8 @@ class Bulk:
     def __init__(self, said: Said, ranks: ParallelDims):
         self.said, self.ranks, self.asked, self.pending = said, ranks, [], {}
 
-    def gather(self, flat, what, *, homes, in_node):
-        self.asked.append((flat, what, "in node" if in_node else homes))
+    def gather(self, flat, what, *, regions, in_node):
+        self.asked.append((flat, what, "in node" if in_node else regions))
         return self.pending.get(what)
 
     def complete_started(self) -> None:

@@ -199,7 +199,7 @@ def test_what_is_cached_on_the_host_keeps_its_place_on_the_disk():
 def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
     """Twin: what a rank has for itself is not."""
     layout = FlatLayout.of([torch.ones(2, 4)])
-    row = SimpleNamespace(homes=SimpleNamespace(make_region="shared"))
+    row = SimpleNamespace(peer_memory=SimpleNamespace(make_region="shared"))
     layout = SimpleNamespace(own=layout.own, ranks=SimpleNamespace(shard_group=row))
     home, store = HomeArrays(ADAM, layout, ["a.weight"]), Allocator()
     home.allocate(store, tiers(), "unit u", cached={"weight"})

@@ -87,7 +87,10 @@ def refused(how: str, asked: bool) -> dict[str, Any]:
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
-    return {"shares": parts_of(engine).ranks.shard_group.homes is not None, "weights": weights}
+    return {
+        "shares": parts_of(engine).ranks.shard_group.peer_memory is not None,
+        "weights": weights,
+    }
 
 
 def partly() -> dict[str, Any]:
@@ -111,7 +114,7 @@ def partly() -> dict[str, Any]:
 
     def read() -> list[bool]:
         return [
-            parts_of(engine).ranks.shard_group.homes.have(flat.homes.weight_regions)
+            parts_of(engine).ranks.shard_group.peer_memory.have(flat.homes.weight_regions)
             for flat in flat_params
         ]
 
@@ -202,7 +205,7 @@ def struck() -> dict[str, Any]:
     engine, store = parts_of(model).engine, dist.distributed_c10d._get_default_store()
     unit, homes, read = (
         parts_of(engine).units[0],
-        parts_of(engine).ranks.shard_group.homes,
+        parts_of(engine).ranks.shard_group.peer_memory,
         shared_homes.SharedHomes.read,
     )
     seen: list[int] = []
