@@ -15,7 +15,7 @@ from ..machine.in_flight import InFlight
 from ..machine.traffic import Traffic
 from ..units.flat_param import FlatParam
 
-SHARED_NBYTES = 32 * 1024**2  # of a job of several gradients: the link is at full rate
+JOB_NBYTES = 32 * 1024**2  # of a job of several gradients: the link is at full rate
 
 
 class LandingQueue:
@@ -25,7 +25,7 @@ class LandingQueue:
         self._device, self._traffic = device, traffic
         self.landing: dict[FlatParam, _Job] = {}
         self._in_flight = InFlight(in_flight_nbytes)  # gradients that the queue still reads
-        self._shared_nbytes = min(SHARED_NBYTES, in_flight_nbytes)
+        self._job_nbytes = min(JOB_NBYTES, in_flight_nbytes)
         self._next = _Job()
 
     def send(
@@ -42,12 +42,12 @@ class LandingQueue:
         It is held back until :meth:`begin`. Precondition: the backward whose gradient it is has not
         ended, so that recovery finds the gradient torn; or the caller begins the job.
         """
-        if self._next.nbytes + nbytes > self._shared_nbytes:
+        if self._next.nbytes + nbytes > self._job_nbytes:
             self.begin()
         job = self._next
         job.add(send, nbytes, label, read, after=self._device.now(), begin=self.begin)
         self.landing[flat_param] = job
-        if job.nbytes >= self._shared_nbytes:
+        if job.nbytes >= self._job_nbytes:
             self.begin()
         return job
 

@@ -220,7 +220,7 @@ class Reducer:
         for index, start, end in self._collectives.assemble(table, what).tolist():
             self._spans.setdefault(index, []).append((start, end))
         self._order = _order_of(self._by_index, self._spans)
-        used = (unit for unit in self._order if unit.index in self._spans and not unit.is_shared)
+        used = (unit for unit in self._order if unit.index in self._spans and not unit.lands_apart)
         self._starts = [self._spans[unit.index][0][0] for unit in used]
 
     def _own_spans(self) -> dict[int, list[tuple[int, int]]]:
@@ -395,4 +395,4 @@ def _order_of(
     :meth:`Schedule.spans`."""
     order = [units[index] for index in reversed(spans)]
     order += [units[index] for index in reversed(units) if index not in spans]
-    return sorted(order, key=lambda unit: unit.is_shared)
+    return sorted(order, key=lambda unit: unit.lands_apart)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-SHARE_FOR_THE_ENGINE = 0.5  # of what is free, without a budget; the rest is for activations
+FRACTION_FOR_THE_ENGINE = 0.5  # of what is free, without a budget; the rest is for activations
 LIBRARIES_NBYTES = 96 << 20  # cuBLAS: 32 MiB for each stream that computes
 NCCL_NBYTES = 1 << 30  # of two communicators: gathers and reductions
 
@@ -31,7 +31,7 @@ class CardMemory:
         """Returns the bytes for the engine without a budget; None if the accelerator does not tell
         what is free."""
         free = self.free_nbytes()
-        return None if free is None else int(free * SHARE_FOR_THE_ENGINE)
+        return None if free is None else int(free * FRACTION_FOR_THE_ENGINE)
 
     def left_nbytes(self, *, several_ranks: bool) -> int | None:
         """Returns the bytes that can still be allocated: without tensors that live, other

@@ -23,10 +23,10 @@ class Ledger:
 
     ``accounts``: for each tier the bytes charged now, their peak, those planned, and the limit
     (None: none). A :class:`native.Charge` frees its bytes when it is released or collected.
-    ``share``: this rank's part of the machine's host and NVMe budgets, as users give them.
+    ``fraction``: this rank's part of the machine's host and NVMe budgets, as users give them.
     """
 
-    share: Fraction = Fraction(1)
+    fraction: Fraction = Fraction(1)
     accounts: dict[Tier, native.Account] = field(
         default_factory=lambda: {tier: native.Account() for tier in Tier}
     )
@@ -62,13 +62,13 @@ class Ledger:
         ``how`` else bytes are taken: "planned"."""
         account = self.accounts[tier]
         taken = account.charged_nbytes if how == "in use" else account.planned_nbytes
-        budget, share = account.budget_nbytes or 0, 1 if tier is Tier.DEVICE else self.share
-        least = math.ceil((taken + nbytes) / share)
+        budget, fraction = account.budget_nbytes or 0, 1 if tier is Tier.DEVICE else self.fraction
+        least = math.ceil((taken + nbytes) / fraction)
         name = BUDGETS[tier]
         error = CapacityError(
             f"{purpose} needs {format_nbytes(nbytes)} of {tier} memory, but"
-            f" {format_nbytes(taken)} of {format_nbytes(budget)} is {how}. Raise {name} by"
-            f" at least {format_nbytes(least - math.ceil(budget / share))}: Config({name}={least})"
+            f" {format_nbytes(taken)} of {format_nbytes(budget)} is {how}. Raise {name} by at"
+            f" least {format_nbytes(least - math.ceil(budget / fraction))}: Config({name}={least})"
         )
         error.needed = {name: taken + nbytes}
         return error

@@ -15,7 +15,7 @@ from . import cgroups, processors
 from .sizes import format_nbytes
 
 GIB = 1024**3
-SHARE_LEFT, LARGEST_LEFT, LEAST_SHARE_LEFT = 1 / 3, 4 * GIB, 1 / 10
+FRACTION_LEFT, LARGEST_LEFT, LEAST_FRACTION_LEFT = 1 / 3, 4 * GIB, 1 / 10
 
 # Of address space, which `ulimit -v` counts as if used: the C library's arena and the stack of each
 # future thread.
@@ -33,7 +33,7 @@ def tightest(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> tuple[int, s
     """Finds the tightest limit: the bytes that this process may still use, and a description."""
     machine = (psutil.virtual_memory().available, "the machine's free memory")
     more = (find() for find in seams.classes_of(seams.LIMITS))
-    left, description = min([machine, *_of_groups(root, own), *_of_ulimits(), *more])
+    left, description = min([machine, *_of_cgroups(root, own), *_of_ulimits(), *more])
     return max(0, left), description
 
 
@@ -47,20 +47,20 @@ def for_the_engine(left: int) -> int:
     """Returns how many of ``left`` bytes the engine plans with. The rest is for activations,
     torch's workspace and gradients in flight: a third of a small machine, a tenth of a large one.
     """
-    return int(left - max(left * LEAST_SHARE_LEFT, min(left * SHARE_LEFT, LARGEST_LEFT)))
+    return int(left - max(left * LEAST_FRACTION_LEFT, min(left * FRACTION_LEFT, LARGEST_LEFT)))
 
 
-def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
+def _of_cgroups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
     first, second = cgroups.folders("memory", root, own)
     kinds = [(first, "limit_in_bytes", "usage_in_bytes", "total_cache", "total_shmem", "limit")]
     for name in ("max", "high"):
         kinds.append((second, name, "current", "file", "shmem", f"memory.{name}"))
-    for folders, name, usage, cache, shared, kind in kinds:
+    for folders, name, usage, cache, shmem, kind in kinds:
         for folder in folders:
             limit, used = (cgroups.number(folder / f"memory.{file}") for file in (name, usage))
             if limit is not None and used is not None:
                 counts = cgroups.table(folder / "memory.stat")
-                left = limit - used + counts.get(cache, 0) - counts.get(shared, 0)
+                left = limit - used + counts.get(cache, 0) - counts.get(shmem, 0)
                 yield left, f"a control group's {kind} of {format_nbytes(limit)}"
 
 

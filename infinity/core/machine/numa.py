@@ -37,7 +37,7 @@ def parse(listed: str) -> set[int]:
     return processors
 
 
-def share(
+def choose(
     of_nodes: Sequence[set[int]], allowed: set[int], rank: int, count: int
 ) -> set[int] | None:
     """Chooses the processors for process ``rank`` of ``count`` on a machine: those of one node,
@@ -56,7 +56,7 @@ def bind(rank: int, count: int, root: str | os.PathLike = SYSFS) -> set[int] | N
     already bound (for example by torchrun's ``--numa-binding``).
     """
     allowed = os.sched_getaffinity(0)
-    chosen = share(nodes(root), allowed, rank, count)
+    chosen = choose(nodes(root), allowed, rank, count)
     if chosen is None:
         return None
     os.sched_setaffinity(0, chosen)

@@ -34,7 +34,7 @@ NETWORKS = (
 )
 
 # Left to other programs, and to this job's checkpoints.
-SHARE_LEFT, MOST_LEFT_NBYTES = 1 / 10, 16 * 1024**3
+FRACTION_LEFT, MOST_LEFT_NBYTES = 1 / 10, 16 * 1024**3
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ def _look_at(folder: str) -> Candidate:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return Candidate(folder, refusal=f"cannot be written: {error.strerror or error}")
-    return Candidate(folder, int(free - min(SHARE_LEFT * free, MOST_LEFT_NBYTES)))
+    return Candidate(folder, int(free - min(FRACTION_LEFT * free, MOST_LEFT_NBYTES)))

@@ -596,7 +596,7 @@ class Lents:
         which torch would update twice in a step, for a changed shape, or a change of older
         values."""
         followers = self._followers() if self._lent else []
-        self._refuse_shared(followers)
+        self._refuse_overlap(followers)
         for lent in followers:
             shape = lent.bytes.shape
             lent.move()
@@ -620,7 +620,7 @@ class Lents:
             if not lent.is_held():
                 self._drop(lent)
 
-    def _refuse_shared(self, followers: list[Lent]) -> None:
+    def _refuse_overlap(self, followers: list[Lent]) -> None:
         first: dict[tuple, Lent] = {}
         for lent in followers:
             if not lent.bytes.numel():

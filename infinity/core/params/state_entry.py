@@ -236,7 +236,7 @@ class StateAtHome:
             borrowed.write(handle, sent)
             for name, value in values.items():
                 array = self._arrays[name]
-                if isinstance(value, torch.Tensor) and self._is_as_kept(handle, array, value):
+                if isinstance(value, torch.Tensor) and self._is_as_at_home(handle, array, value):
                     borrowed.lend(handle, array, value)
                 else:
                     borrowed.part(handle, array)
@@ -268,14 +268,14 @@ class StateAtHome:
                 )
         self._context.lents.settle_all()
 
-    def _is_as_kept(self, handle: ParamHandle, array: str, value: torch.Tensor) -> bool:
+    def _is_as_at_home(self, handle: ParamHandle, array: str, value: torch.Tensor) -> bool:
         if not is_plain(handle.param) or value.layout is not torch.strided:
             return False
         if not is_dense(value.shape, value.stride()):
             return False
         dtype = handle.flat_param.arrays[array].dtype if array != STEP else torch.float32
-        moments = torch.float32 if dtype == torch.uint8 else dtype
-        return value.dtype == moments and (array == STEP or value.device == handle.param.device)
+        home_dtype = torch.float32 if dtype == torch.uint8 else dtype
+        return value.dtype == home_dtype and (array == STEP or value.device == handle.param.device)
 
     def _using(self) -> Any:
         return self._context.uses.operation(Operation.USE_OPTIMIZER_STATE)

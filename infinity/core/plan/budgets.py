@@ -13,7 +13,7 @@ from ..machine.sizes import format_nbytes
 from ..machine.tiers import BUDGETS, Tier
 from .memory_plan import BUFFERS, MemoryPlan
 
-SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, if the CPU computes
+ONE_MEMORY = (Tier.DEVICE, Tier.HOST)  # one memory, if the CPU computes
 
 
 class Budgets:
@@ -30,16 +30,16 @@ class Budgets:
         open_tiers = [tier for tier, budget in self._of.items() if budget is None]
         for tier in open_tiers:
             self._of[tier] = free[tier] if free is not None else measured_free(tier, config, device)
-        self.shared: int | None = None  # bytes of device and host together
-        is_one = device.is_host or (device.memory is not None and device.memory.is_unified)
-        self._host_counts_both = is_one and Tier.DEVICE in open_tiers
-        if is_one and Tier.HOST in open_tiers:
-            self._share()
+        self.both_nbytes: int | None = None  # bytes of device and host together
+        is_one_memory = device.is_host or (device.memory is not None and device.memory.is_unified)
+        self._host_counts_both = is_one_memory and Tier.DEVICE in open_tiers
+        if is_one_memory and Tier.HOST in open_tiers:
+            self._count_together()
 
-    def _share(self) -> None:
-        self.shared = self._of[Tier.HOST]
+    def _count_together(self) -> None:
+        self.both_nbytes = self._of[Tier.HOST]
         if self._host_counts_both:
-            self._of[Tier.DEVICE] = self.shared
+            self._of[Tier.DEVICE] = self.both_nbytes
 
     def of_one_memory(self) -> Budgets:
         """Returns the budgets of a plan for which the engine chooses homes on the device: if that
@@ -47,7 +47,7 @@ class Budgets:
         budgets = copy.copy(self)
         if self._host_counts_both:
             budgets._of = dict(self._of)
-            budgets._share()
+            budgets._count_together()
         return budgets
 
     def __getitem__(self, tier: Tier) -> int:
@@ -58,8 +58,8 @@ class Budgets:
         excess = {
             tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0
         }
-        if self.shared is not None:
-            more = plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) - self.shared
+        if self.both_nbytes is not None:
+            more = sum(map(plan.planned_nbytes, ONE_MEMORY)) - self.both_nbytes
             if more > max(excess.get(Tier.DEVICE, 0), excess.get(Tier.HOST, 0)):
                 excess[Tier.HOST] = more
         return excess
@@ -74,9 +74,9 @@ class Budgets:
         """Returns the bytes that ``plan`` leaves on every tier. Tiers that share a memory each
         report all of it."""
         left = {tier: self._of[tier] - plan.planned_nbytes(tier) for tier in Tier}
-        if self.shared is not None:
-            of_both = self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED)
-            left |= {tier: min(left[tier], of_both) for tier in SHARED}
+        if self.both_nbytes is not None:
+            of_both = self.both_nbytes - sum(map(plan.planned_nbytes, ONE_MEMORY))
+            left |= {tier: min(left[tier], of_both) for tier in ONE_MEMORY}
         return left
 
 
@@ -102,8 +102,8 @@ def budget_too_small(
     ``reuses``: backwards come in another order than forwards, as those of pipeline stages do, which
     send buffers of a batch's size."""
     budget, parts = budgets[tier], dict(plan.terms[tier])
-    if tier is Tier.HOST and budgets.shared is not None:  # the CPU computes in the same memory
-        budget = budgets.shared
+    if tier is Tier.HOST and budgets.both_nbytes is not None:  # the CPU computes in the same memory
+        budget = budgets.both_nbytes
         parts |= {
             f"{term} (to compute with)": nbytes for term, nbytes in plan.terms[Tier.DEVICE].items()
         }

@@ -11,7 +11,7 @@ from ..machine.tiers import Tier
 from ..step.device_slots import DEVICE_SLOTS
 from ..step.slots import needed_device_slot_nbytes
 from ..units.flat_param_spec import ARRAYS, EVERY_MOMENT
-from .budgets import SHARED, Budgets
+from .budgets import ONE_MEMORY, Budgets
 from .memory_plan import MemoryPlan, term_of
 from .memory_terms import SAVE, SAVE_NBYTES
 from .unit_sizes import UnitSize
@@ -73,7 +73,7 @@ class Placement:
 
     def __init__(self, plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets):
         self._plan, self._units = plan, units
-        self._spare, self._shares = budgets.left(plan), budgets.shared is not None
+        self._spare, self._is_one_memory = budgets.left(plan), budgets.both_nbytes is not None
         self._terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
         self._placed: dict[str, dict[int, Tier]] = {}
         self._cached: dict[str, frozenset[int]] = {}
@@ -170,7 +170,7 @@ class Placement:
             self._cached |= dict.fromkeys(names, frozenset(chosen))
 
     def _take(self, tier: Tier, nbytes: int) -> None:
-        for memory in SHARED if self._shares and tier in SHARED else (tier,):
+        for memory in ONE_MEMORY if self._is_one_memory and tier in ONE_MEMORY else (tier,):
             self._spare[memory] -= nbytes
 
     def _choose(

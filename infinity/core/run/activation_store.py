@@ -38,7 +38,7 @@ from .saved_tensor import (
 )
 
 SMALLEST_NBYTES = 64 * 1024  # smaller storages stay: moving them costs more than it frees
-SHARE_IN_FLIGHT = 1 / 16  # of what may be kept: as much may be on its way home, or back
+FRACTION_IN_FLIGHT = 1 / 16  # of what may be kept: as much may be on its way home, or back
 
 
 class ActivationStore:
@@ -57,7 +57,7 @@ class ActivationStore:
         """``spare_nbytes``: of the device, that may be kept; ``most_nbytes``: of the host, that may
         be taken. None: the tier's budget alone limits it."""
         self._store, self._device = store, store.device
-        in_flight = None if spare_nbytes is None else int(spare_nbytes * SHARE_IN_FLIGHT)
+        in_flight = None if spare_nbytes is None else int(spare_nbytes * FRACTION_IN_FLIGHT)
         self.home = ActivationHome(store, tier, staging, most_nbytes, in_flight)
         # Places the activations of each block. It has ``begin()``, called as a forward begins,
         # ``block``, the one that runs, ``saves(storage)``, ``measures_room``, ``is_sending`` and

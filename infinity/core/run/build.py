@@ -67,18 +67,18 @@ def build_engine(
     stepping: bool,
     device: Device,
     collectives: Collectives,
-    share: Fraction = Fraction(1),
+    fraction: Fraction = Fraction(1),
     prefix: str = "",
     explain: Explain,
 ) -> Engine:
     """Allocates the homes and all other lasting memory, and makes the engine.
 
-    ``stepping``: an optimizer steps the parameters. ``share``: this rank's fraction of its machine.
+    ``stepping``: an optimizer steps the parameters. ``fraction``: this rank's, of its machine.
     ``prefix``: see :class:`Job`. ``explain``: see :class:`Prefetcher`. Raises CapacityError or
     StorageError with everything freed.
     """
     traffic, ranks, steps = collectives.traffic, collectives.ranks, collectives.steps
-    events, ledger = Events(moved=traffic.moved), Ledger(share)
+    events, ledger = Events(moved=traffic.moved), Ledger(fraction)
     extensions = begin_extensions(config, device, collectives, events)
     budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
     for tier, budget in zip(Tier, budgets):

@@ -293,8 +293,8 @@ class Prefetcher:
         Several ranks must decide the same, so this blocks until a staged unit has arrived. Nothing
         is gathered ahead in a pass whose trace differs between them.
         """
-        coming, shared = [self.units[index] for index in upcoming], self._ranks.size > 1
-        if shared and not self._traces_agree():
+        coming, is_sharded = [self.units[index] for index in upcoming], self._ranks.size > 1
+        if is_sharded and not self._traces_agree():
             return
         for unit in coming:
             if unit.residency in COMING or not unit.arrival.comes_ahead:
@@ -302,14 +302,14 @@ class Prefetcher:
             # Compute must not wait for a later unit's update or disk read. Among ranks it waits
             # for the next unit's read alone, if there is room for more than one.
             is_next = self.look_ahead.depth and unit is coming[0]
-            comes = is_next or not unit.is_staged_from_disk if shared else unit.is_ready
+            comes = is_next or not unit.is_staged_from_disk if is_sharded else unit.is_ready
             if not (comes and self._finds_room(unit, coming)):
                 return
             self._stage(unit)
             try:
                 unit.start_gather(self._store, self._ledger)
             except CapacityError:  # activations use the room: the unit is copied on demand
-                if shared:
+                if is_sharded:
                     raise
                 return
             self._pass.resident[unit] = None

@@ -26,7 +26,7 @@ from ..step.slots import optimizer_slot_nbytes
 from ..units.unit import ParamUnit, flat_params_of
 from .activation_store import ActivationStore
 
-SHARE_FOR_SAVED = 0.8  # of what a card can give; the rest is for temporaries of its operations
+FRACTION_FOR_SAVED = 0.8  # of what a card can give; the rest is for temporaries of its operations
 
 
 class Resources:
@@ -204,4 +204,4 @@ class Resources:
         left = device.memory.left_nbytes(several_ranks=False)
         # The homes of the plan are taken already.
         coming = planned - self.store.ledger.accounts[Tier.DEVICE].charged_nbytes
-        return None if left is None else int(SHARE_FOR_SAVED * (left - coming))
+        return None if left is None else int(FRACTION_FOR_SAVED * (left - coming))

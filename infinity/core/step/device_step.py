@@ -4,7 +4,7 @@ in place   arrays at home on the device
 passing    arrays at home in host memory: copied in, stepped and copied out in chunks, in slots
 slot       device memory for one chunk of passing arrays; one is stepped while the next is copied
            in and the last copied out
-share      the part of the state at home on the host that is stepped here (:mod:`.device_share`)
+fraction   the part of the state at home on the host that is stepped here (:mod:`.device_fraction`)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..units.flat_layout import SHARD_ALIGNMENT
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import block_numel
 from ..units.home_arrays import Draft
-from .device_share import DeviceShare, Rates
+from .device_fraction import DeviceFraction, Rates
 from .device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 
 Span = tuple[int, int, native.Hyperparameters]  # first element, end, hyperparameters
@@ -78,9 +78,9 @@ class DeviceStepper:
             _Slot(device.zeros(slot_nbytes, torch.uint8, "optimizer slots")) for _ in range(count)
         ]
         self._turn = 0
-        self.share = DeviceShare()
+        self.fraction = DeviceFraction()
 
-    def choose_share(
+    def choose_fraction(
         self, flat_params: Sequence[FlatParam], waits: Sequence[float], processor_rate: float
     ) -> None:
         """Chooses which elements of ``flat_params``, which come in order of next use, the device
@@ -98,8 +98,8 @@ class DeviceStepper:
             )
             numel = sum(flat_param.layout.shard_numel for flat_param in passing)
             rates = Rates(processor_rate, link / per_element, numel)
-        self.share.note(waits, rates)
-        self.share.divide(passing)
+        self.fraction.note(waits, rates)
+        self.fraction.divide(passing)
 
     def step(
         self,

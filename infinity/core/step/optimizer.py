@@ -64,7 +64,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
         self._ready = True
-        for kind in PlainOptimizer.SHARED:
+        for kind in PlainOptimizer.HOOKS:
             setattr(self, kind, getattr(wrapped, kind))
         self.read_groups()  # shared from now on: a scheduler made for the wrapped one works here
         # A weak reference, so that nothing keeps the optimizer.

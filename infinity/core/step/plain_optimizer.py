@@ -26,7 +26,7 @@ class PlainOptimizer:
     """The plain optimizer. It shares groups, state, hooks and users' attributes with its
     replacement, whichever of the two is used. It does not step itself."""
 
-    SHARED = (
+    HOOKS = (
         "_optimizer_step_pre_hooks",
         "_optimizer_step_post_hooks",
         "_optimizer_state_dict_pre_hooks",
@@ -40,7 +40,7 @@ class PlainOptimizer:
         self.optimizer = optimizer
         self._groups: Groups = []
         self._replaced = {name: vars(optimizer).get(name) for name in self.REPLACED}
-        self._hooks = {kind: getattr(optimizer, kind) for kind in self.SHARED}
+        self._hooks = {kind: getattr(optimizer, kind) for kind in self.HOOKS}
 
     def share_groups(self, ours: Groups) -> Groups:
         """Returns the current list of groups, and sets it on the given optimizer: the list that was
@@ -84,7 +84,7 @@ class PlainOptimizer:
                 vars(self.optimizer).pop(name, None)
         try:
             # Hooks of users' loads must not run
-            vars(self.optimizer).update({kind: OrderedDict() for kind in self.SHARED})
+            vars(self.optimizer).update({kind: OrderedDict() for kind in self.HOOKS})
             self._load(state_dict)
         finally:
             vars(self.optimizer).update(self._hooks)

@@ -134,7 +134,7 @@ def refuse_wrapper(optimizer: Any) -> None:
     inner = values[of_wrapper[0]] if of_wrapper else optimizer
     if inner is not optimizer:
         kind, of, name = type(optimizer), type(inner).__name__, f"optimizer.{of_wrapper[0]}"
-        shared = [
+        keys = [
             key
             for key in ("param_groups", "state")
             if key in values and values[key] is vars(inner).get(key)
@@ -144,7 +144,7 @@ def refuse_wrapper(optimizer: Any) -> None:
             f" {of} itself, and put the wrapper around what wrap_model returns (with Accelerate:"
             " wrap_model first, then accelerator.prepare). For a wrapper that is made already:\n"
             f"    model, {name} = infinity.wrap_model(model, {name}, config)"
-            + "".join(f"\n    optimizer.{key} = {name}.{key}" for key in shared)
+            + "".join(f"\n    optimizer.{key} = {name}.{key}" for key in keys)
         )
     if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         raise ConfigError(

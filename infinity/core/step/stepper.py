@@ -175,7 +175,7 @@ class Stepper:
         if is_there:
             first = 0
         elif stepper is not None and not is_fresh:
-            first = stepper.share.first_own(flat_param)
+            first = stepper.fraction.first_own(flat_param)
         on_device = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
         on_host = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
         if on_host or (is_fresh and not is_there):

@@ -48,7 +48,7 @@ class Updates:
         if self.stepper is not None:
             rate = updater.elements / updater.step_seconds if updater.step_seconds else 0.0
             stepped = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
-            self.stepper.choose_share(stepped, waits, rate)
+            self.stepper.choose_fraction(stepped, waits, rate)
 
     def end_step(self, index: int = 0) -> None:
         """Ends what the optimizer ``index`` makes of a step, after its updates are submitted."""

@@ -86,7 +86,7 @@ class ParamUnit:
         self.older: list[ParamUnit] = []
         self.in_use: ParamUnit | None = None
         # Whether several modules use the unit, so that its gradients may arrive far apart
-        self.is_shared = False
+        self.lands_apart = False
         self.in_pieces = False  # whether the weights are larger than their staging
 
     @property

@@ -190,7 +190,7 @@ def _wrap(
             stepping=len(optimizers) > 0,
             device=device,
             collectives=collectives,
-            share=share,
+            fraction=share,
             prefix=prefix,
             explain=lambda error, *nbytes: with_larger_budgets(
                 error, fitted, partial(refuses_window, *nbytes), share
@@ -285,5 +285,5 @@ def _find_owners(
             if module is not owner
         )
         if group.at_once is not None or group.has_distant_users or around:
-            unit.is_shared = True
+            unit.lands_apart = True
     return owners

@@ -49,7 +49,7 @@ class Unaided:
         users = {handle.unit for each in tensors_of(block) if (handle := handle_of(each))}
         return (
             [*users] == [*units]
-            and all(not unit.is_shared and unit.arrival.rows is None for unit in units)
+            and all(not unit.lands_apart and unit.arrival.rows is None for unit in units)
             and next(block.children(), None) is not None
         )
 

@@ -70,10 +70,10 @@ class Companion(OutsideSteps):
 
     def __init__(self, given: torch.optim.Optimizer, books: OptimizerBooks, known: Known):
         self._known = known
-        left_out = (*PlainOptimizer.REPLACED, *PlainOptimizer.SHARED, "param_groups", "state")
+        left_out = (*PlainOptimizer.REPLACED, *PlainOptimizer.HOOKS, "param_groups", "state")
         plain = object.__new__(type(given))
         vars(plain).update({k: v for k, v in vars(given).items() if k not in left_out})
-        vars(plain).update({kind: OrderedDict() for kind in PlainOptimizer.SHARED})
+        vars(plain).update({kind: OrderedDict() for kind in PlainOptimizer.HOOKS})
         plain.param_groups, plain.state = [], books
         self._plain, self._books = plain, books
 

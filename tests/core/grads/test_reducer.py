@@ -95,7 +95,7 @@ class Unit(ParamUnit):
     """One with flat params of a row of two, which needs no store."""
 
     def __init__(self, index: int, rank: int, is_shared: bool):
-        self.index, self.name, self.is_shared = index, f"unit {index}", is_shared
+        self.index, self.name, self.lands_apart = index, f"unit {index}", is_shared
         self.flat_params = [Shard(rank, [torch.zeros(NUMEL), torch.zeros(NUMEL)])]
         self.flat_params[0].handles = [Handle(self, self.flat_params[0], i) for i in range(2)]
 

@@ -46,7 +46,7 @@ from infinity.core.machine import device as devices
 from infinity.core.machine import in_flight
 from infinity.core.machine.traffic import Traffic
 from infinity.core.run.activation_disk import ActivationsOnDisk
-from infinity.core.step.device_share import DeviceShare
+from infinity.core.step.device_fraction import DeviceFraction
 from infinity.core.units.staged_reads import StagedReads
 from infinity.core.units.unit import ParamUnit
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
@@ -100,11 +100,11 @@ def test_a_step_that_is_split_has_the_same_bits(moments, kernels, compute_on, mo
     config = {"params": "host", "optimizer": "host", "moments": moments}
     by_processor = trained(config, clip=True)
     compute_on(Elsewhere, kernels)
-    monkeypatch.setattr(DeviceShare, "note", give_half)
+    monkeypatch.setattr(DeviceFraction, "note", give_half)
     assert same(trained(config, clip=True), by_processor)
 
 
-def give_half(share: DeviceShare, *of_step) -> None:
+def give_half(share: DeviceFraction, *of_step) -> None:
     """Let the device step half of the state."""
     share.value = 0.5
 
@@ -409,7 +409,7 @@ def test_a_gradient_that_is_set_goes_home_from_the_device(compute_on):
 
 
 def test_a_split_step_is_in_order(kernels, monkeypatch):
-    monkeypatch.setattr(DeviceShare, "note", give_half)
+    monkeypatch.setattr(DeviceFraction, "note", give_half)
     assert races_of(monkeypatch, {"params": "host", "optimizer": "host"}, kernels)[0] == []
 
 

@@ -30,7 +30,7 @@ def test_nodes_are_read_as_the_kernel_lists_them(tmp_path):
 @pytest.mark.parametrize(("count", "expected"), [(2, [0, 1]), (4, [0, 0, 1, 1]), (3, [0, 0, 1])])
 def test_ranks_are_spread_over_the_nodes(count, expected):
     of_nodes = [{0, 1}, {2, 3}]
-    assert [numa.share(of_nodes, {0, 1, 2, 3}, rank, count) for rank in range(count)] == [
+    assert [numa.choose(of_nodes, {0, 1, 2, 3}, rank, count) for rank in range(count)] == [
         of_nodes[i] for i in expected
     ]
 
@@ -46,7 +46,7 @@ def test_ranks_are_spread_over_the_nodes(count, expected):
 )
 def test_nothing_is_bound_where_there_is_nothing_to_choose(of_nodes, allowed, count):
     """One node, none told, bound to one already, alone on the machine."""
-    assert numa.share(of_nodes, allowed, 0, count) is None
+    assert numa.choose(of_nodes, allowed, 0, count) is None
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")

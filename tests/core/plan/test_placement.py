@@ -352,7 +352,7 @@ def test_a_wider_window_is_charged_for_what_it_is_wider(tmp_path):
     assert plan.device_window_nbytes == 8 * MIB and all(
         plan.tiers_of(index)["weight"] is Tier.HOST for index in range(4)
     )
-    assert plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) == budgets.shared
+    assert plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) == budgets.both_nbytes
 
 
 def test_weights_that_stay_on_the_device_need_no_window(tmp_path):

@@ -16,7 +16,7 @@ import infinity
 from infinity import native
 from infinity.core.machine.device import PAST
 from infinity.core.machine.tiers import Tier
-from infinity.core.step.device_share import Rates
+from infinity.core.step.device_fraction import Rates
 from infinity.core.step.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 from infinity.core.step.device_step import DeviceStepper, DeviceUpdate, passing, steps_on_device
 from infinity.core.units.home_arrays import COPY, Reader
@@ -161,12 +161,12 @@ def test_only_state_on_the_device_itself_is_stepped_in_place(state):
 @pytest.mark.parametrize("slots", [SLOT_NBYTES, 0])
 def test_state_passes_only_if_there_are_slots_and_all_of_it_is_in_host_memory(job, slots):
     stepper = DeviceStepper(device := Recorder(), device.traffic, slots)
-    stepper.share.value = 1.0
-    stepper.choose_share([job.flat_param], [], 0.0)
-    assert stepper.share.first_own(job.flat_param) == (0 if slots else NUMEL)
+    stepper.fraction.value = 1.0
+    stepper.choose_fraction([job.flat_param], [], 0.0)
+    assert stepper.fraction.first_own(job.flat_param) == (0 if slots else NUMEL)
     with patch.object(job.flat_param.arrays["grad"], "tier", Tier.DEVICE):
-        stepper.choose_share([job.flat_param], [], 0.0)
-    assert stepper.share.first_own(job.flat_param) == NUMEL
+        stepper.choose_fraction([job.flat_param], [], 0.0)
+    assert stepper.fraction.first_own(job.flat_param) == NUMEL
 
 
 @pytest.mark.parametrize("rate, seconds", [(100.0, 2.0), (0.0, 2.0), (100.0, 0.0)])
@@ -177,8 +177,8 @@ def test_what_device_and_processor_reach_is_measured(job, monkeypatch, rate, sec
     if seconds:
         device.traffic.copied("host->device", 9600, "by hand", 0.0, seconds)
     stepper = DeviceStepper(device, device.traffic, SLOT_NBYTES)
-    monkeypatch.setattr(stepper.share, "note", lambda *args: told.append(args))
-    stepper.choose_share([job.flat_param], [0.5], rate)
+    monkeypatch.setattr(stepper.fraction, "note", lambda *args: told.append(args))
+    stepper.choose_fraction([job.flat_param], [0.5], rate)
     known = rate and seconds
     assert told == [([0.5], Rates(100.0, 600.0, NUMEL) if known else None)]
 

@@ -116,7 +116,7 @@ def test_the_devices_share_is_chosen_by_what_the_last_step_waited_for(has_steppe
     updates.it.use(Updater(400, 4.0 * has_stepped), updates.device, 1 << 16)
     updates.traffic.stood_still(UPDATES, "a", 1.0, 3.0)
     asked: list[tuple] = []
-    monkeypatch.setattr(updates.it.stepper, "choose_share", lambda *args: asked.append(args))
+    monkeypatch.setattr(updates.it.stepper, "choose_fraction", lambda *args: asked.append(args))
     units = updates.units[::-1]
     for waits in ([2.0], []):
         updates.it.begin_step(units)

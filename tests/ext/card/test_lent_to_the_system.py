@@ -43,7 +43,7 @@ def test_a_plan_counts_the_machines_memory_without_its_gpus(tmp_path, monkeypatc
     root = machine(tmp_path, ("0-71", 8), ("", 96 << 20))
     free = SimpleNamespace(available=500 * GIB)
     monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(limits, "_of_groups", lambda *_: iter(()))
+    monkeypatch.setattr(limits, "_of_cgroups", lambda *_: iter(()))
     monkeypatch.setattr(limits, "_of_ulimits", lambda: iter(()))
     monkeypatch.setattr(lent, "nodes_of_gpus", lambda: ())
     assert limits.tightest() == (500 * GIB, "the machine's free memory")

@@ -40,7 +40,7 @@ from infinity.core.machine import accelerator, in_flight, storage_guard
 from infinity.core.machine import device as devices
 from infinity.core.machine.card_memory import CardMemory
 from infinity.core.run import activation_home, one_thread
-from infinity.core.step.device_share import DeviceShare
+from infinity.core.step.device_fraction import DeviceFraction
 from infinity.errors import InfinityError
 from infinity.ext.aside import aside
 from infinity.ext.aside.aside import Aside
@@ -751,10 +751,10 @@ def with_kernels(
             held.enter_context(late_device.kernels(LATE))
             if share is not None:
 
-                def give(own: DeviceShare, *of_step: Any) -> None:
+                def give(own: DeviceFraction, *of_step: Any) -> None:
                     own.value = share
 
-                held.enter_context(mock.patch.object(DeviceShare, "note", give))
+                held.enter_context(mock.patch.object(DeviceFraction, "note", give))
             return compared(train, config)
 
     return run

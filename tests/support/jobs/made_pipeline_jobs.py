@@ -370,7 +370,7 @@ def memory(config: dict) -> dict[str, Any]:
     pipe, optimizer = make()
     everyones: list = [None, None]
     dist.all_gather_object(everyones, planned())
-    share = parts_of(pipe.chunks).ledger.share
+    share = parts_of(pipe.chunks).ledger.fraction
     infinity.unwrap_model(pipe.chunks, optimizer)
     budget = int(sum(everyones) * 1.1)
     found: dict[str, Any] = {"planned": everyones, "share": float(share), "halves": budget // 2}

@@ -29,7 +29,7 @@ from ranks import serve, told
 
 import infinity
 from infinity.core.machine import accelerator, device
-from infinity.core.step.device_share import DeviceShare
+from infinity.core.step.device_fraction import DeviceFraction
 from infinity.ext.gpu_direct import direct_storage
 
 
@@ -166,7 +166,7 @@ def elsewhere(
         library.set(short=2)
     accelerator.KINDS["cpu"] = _Elsewhere
     _Elsewhere.loaded = load_stand_in(Path(kernels)) if kernels else None
-    DeviceShare.note = lambda self, *of_step: setattr(self, "value", share)
+    DeviceFraction.note = lambda self, *of_step: setattr(self, "value", share)
     try:
         return in_nodes(**arguments) if nodes else parity(**arguments)
     finally:

@@ -1,12 +1,12 @@
-"""DeviceShare: which part of the state at home on the host the device steps.
+"""DeviceFraction: which part of the state at home on the host the device steps.
 
-share    a fraction of the elements, those needed last in a forward: few units pass the device, and
-         none that is needed soon. The processor steps the rest
-waits    seconds that the compute stood still for updates in one step, one number for each wait
-trial    a few steps with a larger share. It is kept if the compute then waits less
+fraction   of the elements, those needed last in a forward: few units pass the device, and none that
+           is needed soon. The processor steps the others
+waits      seconds that the compute stood still for updates in one step, one number for each wait
+trial      a few steps with a larger fraction. It is kept if the compute then waits less
 
 State that passes the device takes memory bandwidth and the link from the processor's updates and
-from the weights. Whether a share helps depends on all of them, so it is found by trying.
+from the weights. Whether a fraction helps depends on all of them, so it is found by trying.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..units.flat_layout import SHARD_ALIGNMENT
 from ..units.flat_param import FlatParam
 
 STEPS = 3  # of one trial; the first is not typical
-REST = 100  # steps after a trial that did not help
+PAUSE = 100  # steps after a trial that did not help
 HELPS = 0.9  # of the seconds before: a trial that waits less is kept
 WORTH = 0.02  # of the update's time on the processor: shorter waits are not worth a trial
 
@@ -38,14 +38,14 @@ class Rates:
         return self.numel / self.processor
 
 
-class DeviceShare:
-    """The share, and the first element of each flat param that the device steps."""
+class DeviceFraction:
+    """The fraction, and the first element of each flat param that the device steps."""
 
     def __init__(self) -> None:
         self.value = 0.0
-        self._before: tuple[float, float] | None = None  # share and seconds waited, of a trial
+        self._before: tuple[float, float] | None = None  # fraction and seconds waited, of a trial
         self._seen: list[float] = []
-        self._rest = 0
+        self._pause = 0
         self._first: dict[FlatParam, int] = {}
 
     def note(self, waits: Sequence[float], rates: Rates | None) -> None:
@@ -56,10 +56,10 @@ class DeviceShare:
             return
         waited, self._seen = min(self._seen[1:]), []
         if self._before is not None and waited > HELPS * self._before[1]:
-            self.value, self._rest = self._before[0], REST // STEPS
+            self.value, self._pause = self._before[0], PAUSE // STEPS
         self._before = None
-        if self._rest:
-            self._rest -= 1
+        if self._pause:
+            self._pause -= 1
         elif rates is not None and waited > WORTH * rates.seconds:
             most = rates.device / (rates.device + rates.processor)
             wanted = min(self.value + waited / rates.seconds / 2, most)
