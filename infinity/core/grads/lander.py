@@ -28,7 +28,7 @@ class Lander:
     def __init__(
         self, homes: GradHomes, store: ArrayStore, changes: GradChanges, norms: LandingNorms
     ):
-        self._homes, self._device, self._store, self._changes, self._norms = (
+        self._grad_homes, self._device, self._store, self._changes, self._norms = (
             homes,
             homes.device,
             store,
@@ -42,23 +42,23 @@ class Lander:
         if flat_param.homes.update is not None:
             flat_param.homes.wait_running()
         tier = flat_param.homes.arrays["grad"].tier
-        beside = self._device.overlaps and tier is not Tier.DEVICE
-        if beside and storage_guard.references(grad) != 1:
+        overlaps = self._device.overlaps and tier is not Tier.DEVICE
+        if overlaps and storage_guard.references(grad) != 1:
             grad = grad.clone()  # a Function may write to memory that it shares before it is sent
-        if tier is Tier.NVME and self._homes.are_in_pieces(flat_param):
+        if tier is Tier.NVME and self._grad_homes.are_in_pieces(flat_param):
             self.land_span(handle, 0, self._flat(handle, grad), adds=adds)
         elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, grad, self._norms.of, adds=adds)
-        elif beside:
+        elif overlaps:
             placement = flat_param.layout.placements[handle.index]
 
             def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
                 return self._norms.of(total.as_strided(placement.shape, placement.stride), order)
 
-            home = self._homes.flat_view(handle, write=True)
-            self.beside(handle, home, self._flat(handle, grad), take_norm, adds=adds)
+            home = self._grad_homes.flat_view(handle, write=True)
+            self.enqueue(handle, home, self._flat(handle, grad), take_norm, adds=adds)
         else:
-            home = self._homes.flat(flat_param, write=True, wait=True)
+            home = self._grad_homes.flat(flat_param, write=True, wait=True)
             home = flat_param.layout.placements[handle.index].view(home)
             self._here(handle, home, grad, self._norms.of, adds=adds)
 
@@ -72,13 +72,13 @@ class Lander:
             if adds:
                 self._apply_factors(handle)
             else:
-                for _, home in self._homes.pieces(handle, fresh=True):
+                for _, home in self._grad_homes.pieces(handle, fresh=True):
                     home.zero_()
-            if self._homes.are_in_pieces(handle.flat_param):
+            if self._grad_homes.are_in_pieces(handle.flat_param):
                 for index, row in zip(ids.tolist(), rows):
                     self.land_span(handle, index * len(row), row, adds=True)
             else:
-                home = self._homes.view(handle, write=True)
+                home = self._grad_homes.view(handle, write=True)
                 home.index_add_(0, ids.to(home.device), rows.to(home.device, home.dtype))
         handle.grad.norm = None
 
@@ -92,7 +92,7 @@ class Lander:
         if adds:
             self._apply_factors(handle)
         end = begin + values.numel()
-        for at, home in self._homes.pieces(handle, begin, end, fresh=not adds):
+        for at, home in self._grad_homes.pieces(handle, begin, end, fresh=not adds):
             part = values[at - begin :][: home.numel()]
             home.add_(part.to(home.device)) if adds else home.copy_(part)
         handle.grad.norm = None
@@ -102,7 +102,7 @@ class Lander:
             self._device.note_freed(values.nbytes)  # by the caller
 
     def _apply_factors(self, handle: ParamHandle) -> None:
-        self._changes.apply_factors(handle, (home for _, home in self._homes.pieces(handle)))
+        self._changes.apply_factors(handle, (home for _, home in self._grad_homes.pieces(handle)))
 
     def _land_rows(
         self, handle: ParamHandle, grad: torch.Tensor, take_norm: TakeNorm, *, adds: bool
@@ -112,9 +112,9 @@ class Lander:
         record, flat_param = handle.grad, handle.flat_param
         rows, before = _rows_of(handle, grad), record.rows if adds else frozenset()
         order = None if adds else self._norms.order
-        beside = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
-        values = grad.to(flat_param.spec.grad_dtype) if beside or not adds else grad
-        there = self._homes.rows_view(handle, wait=not beside)
+        overlaps = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
+        values = grad.to(flat_param.spec.grad_dtype) if overlaps or not adds else grad
+        there = self._grad_homes.rows_view(handle, wait=not overlaps)
         row_values, factors = values.reshape(len(there), -1), list(record.factors)
         norm = torch.empty((), dtype=torch.float32, device=self._device.where)
 
@@ -127,8 +127,8 @@ class Lander:
                 norm.copy_(take_norm(values, order))
 
         nbytes = there[:1].nbytes * len(rows | before)
-        if beside:
-            record.landing = self._homes.queue.send(
+        if overlaps:
+            record.landing = self._grad_homes.queue.send(
                 flat_param, send, nbytes, handle.name, values, norm
             )
         else:
@@ -167,25 +167,25 @@ class Lander:
     ) -> None:
         """Sets this rank's shard of the gradient from element ``begin`` to ``shard``, or adds it
         (``adds``). ``shard`` is flat, in storage order."""
-        is_remote = self._homes.is_remote(handle)
+        is_remote = self._grad_homes.is_remote(handle)
         flat_param = handle.flat_param
         flat_param.homes.wait_running()
         first, last = flat_param.layout.shard_part(handle.index)
-        if self._homes.are_in_pieces(flat_param) or shard.numel() < last - first:
+        if self._grad_homes.are_in_pieces(flat_param) or shard.numel() < last - first:
             first -= flat_param.layout.placements[handle.index].offset
             self.land_span(handle, first + begin, shard, adds=adds)
             return
         if flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, shard, self._norms.of_shard, adds=adds)
         elif is_remote:
-            home = self._homes.shard(handle, write=True, wait=False)
-            self.beside(handle, home, shard, self._norms.of_shard, adds=adds)
+            home = self._grad_homes.shard(handle, write=True, wait=False)
+            self.enqueue(handle, home, shard, self._norms.of_shard, adds=adds)
         else:
-            home = self._homes.shard(handle, write=True)
+            home = self._grad_homes.shard(handle, write=True)
             self._here(handle, home, shard, self._norms.of_shard, adds=adds)
         if is_remote:
             # Not held back: averages also land outside of a backward, where none would be torn.
-            self._homes.queue.begin()
+            self._grad_homes.queue.begin()
 
     def _here(
         self,
@@ -210,7 +210,7 @@ class Lander:
         if self._device.is_host:
             self._device.note_freed(value.nbytes)  # by the caller
 
-    def beside(
+    def enqueue(
         self,
         handle: ParamHandle,
         home: torch.Tensor,
@@ -241,7 +241,9 @@ class Lander:
                 norm.copy_(take_norm(total, order))
 
         read = [value] if norm is None else [value, norm]
-        record.landing = self._homes.queue.send(flat_param, send, home.nbytes, handle.name, *read)
+        record.landing = self._grad_homes.queue.send(
+            flat_param, send, home.nbytes, handle.name, *read
+        )
         record.factors.clear()
         record.norm = None if norm is None else (order, norm)
 

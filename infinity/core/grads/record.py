@@ -129,5 +129,5 @@ def writable(handle: ParamHandle) -> ParamHandle:
     if handle.grad.state is GradState.CONSUMED:
         handle.engine.uses.check(Operation.SET_GRAD, f"changing {handle.name}.grad")
     if handle.grad.assigned is not None:  # it is not changed along
-        handle.grad.assigned.leave_behind()
+        handle.grad.assigned.outdate()
     return handle

@@ -101,7 +101,7 @@ class ArrayStore:
         self.service: native.PinnedPool | None = None
         self.guard = Guard(on_failure)
         # Of a writer that uses part of the service buffer.
-        self._flush_behind: Callable[[], None] | None = None
+        self._flush_writer: Callable[[], None] | None = None
         self._zero_copy = ZeroCopyWrites()
 
     def open(
@@ -127,9 +127,9 @@ class ArrayStore:
     def register(self, regions: Iterable[native.Region]) -> None:
         """Registers ``regions``, and the service buffer, with the I/O engine, which keeps them in
         place of those before. Blocks until no transfer runs."""
-        kept = list(regions)
-        self.io.register([*kept, self._service_region])
-        self._regions = kept
+        registered = list(regions)
+        self.io.register([*registered, self._service_region])
+        self._regions = registered
 
     def need_service(self) -> None:
         """Allocates a service buffer for disks if there is none. Raises CapacityError."""
@@ -149,7 +149,7 @@ class ArrayStore:
             if pool is not None:
                 self.drain(pool)
         self._zero_copy.rebuild()
-        self._flush_behind = None  # its parts belong to the service buffer again
+        self._flush_writer = None  # its parts belong to the service buffer again
         self.staging.forget()
         self.space.free_unused()
 
@@ -172,8 +172,8 @@ class ArrayStore:
             if array.tier is not Tier.NVME:
                 _copy_flat(out, array.flat[begin:end])
                 return out
-            if self._flush_behind is not None and service is None:
-                self._flush_behind()
+            if self._flush_writer is not None and service is None:
+                self._flush_writer()
             pool = service or self.service
 
             def finish(part: _Part) -> None:
@@ -214,8 +214,8 @@ class ArrayStore:
         if array.tier is not Tier.NVME:
             _copy_flat(array.flat[begin:end], source.to(array.dtype).contiguous())
         else:
-            if self._flush_behind is not None:
-                self._flush_behind()
+            if self._flush_writer is not None:
+                self._flush_writer()
             with self.guard, TransferQueue(AT_ONCE, methodcaller("wait")) as writes:
                 for offset, nbytes, inner, outer in _blocks(
                     array, begin, end, _parts_of(self.service)[1]
@@ -320,13 +320,13 @@ class ArrayStore:
         """Gives the service buffer to a writer inside the block. ``flush`` is called before each
         read and write. Raises UsageError inside another such block. After an interrupt at its start
         or end, :meth:`rebuild` forgets the writer."""
-        if self._flush_behind is not None:
+        if self._flush_writer is not None:
             raise UsageError("this store is being written behind already")
-        self._flush_behind = flush
+        self._flush_writer = flush
         try:
             yield
         finally:
-            self._flush_behind = None
+            self._flush_writer = None
 
     def check_process(self) -> None:
         """Raises UsageError in a forked child, which has no threads and no ring of the engine."""

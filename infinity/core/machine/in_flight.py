@@ -44,10 +44,10 @@ class InFlight:
         while self._held and (
             self._held[0][0].done or (self._nbytes > self._limit and len(self._held) > 1)
         ):
-            event, kept, then = self._held.popleft()
+            event, tensors, then = self._held.popleft()
             if not event.done:
                 # Only this stream waits for it, and another one may have allocated them
-                note_used(*kept)
+                note_used(*tensors)
             event.precede()
-            self._nbytes -= sum(tensor.nbytes for tensor in kept)
+            self._nbytes -= sum(tensor.nbytes for tensor in tensors)
             then()

@@ -42,7 +42,7 @@ class Assigned(Lent):
         tensor = self.tensor()
         return tensor is not None and memory_of(local_of(tensor)) != memory_of(self.bytes)
 
-    def leave_behind(self) -> None:
+    def outdate(self) -> None:
         """Marks the tensor as outdated: the gradient is about to change without it. From then on
         any change counted by torch counts: the user took it for the gradient."""
         self.is_outdated, self._seen = True, (self._count(), self._seen[1])

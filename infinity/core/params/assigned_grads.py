@@ -187,7 +187,7 @@ class AssignedGrads:
             return None
         if not self.ranks.alone:
             self.settle(handle)
-            assigned.leave_behind()
+            assigned.outdate()
             return None
         if record.state is GradState.CONSUMED and not assigned.is_early:
             if not assigned.bytes.any() or self._is_changed(handle, assigned):

@@ -433,8 +433,8 @@ class Lents:
                 written.append(lent)
             elif not lent.is_held():
                 self._drop(lent)
-        if written and (left := self._without_taken(written)):
-            self._send(left)
+        if written and (remaining := self._without_taken(written)):
+            self._send(remaining)
         for handle in [handle for handle, lents in self._lent.items() if not lents]:
             del self._lent[handle]
 

@@ -276,8 +276,8 @@ class OptimizerState:
         """Writes ``state``, in torch's per-parameter form, home. Empty is a fresh start."""
         handle, context = handle_of(param), self._context
         step = saved_step(state, (*self.moments, "master"))
-        kept = step or any(state.get(name) is not None for name in self.moments)
-        if kept or handle.has_state:
+        has_values = step or any(state.get(name) is not None for name in self.moments)
+        if has_values or handle.has_state:
             for name, array in self._moments_at(handle.flat_param).items():
                 value = state.get(name)
                 if value is None:
@@ -287,4 +287,4 @@ class OptimizerState:
                 handle.flat_param.write_moment(
                     context.store, array, handle.index, value, version=context.steps.index
                 )
-        handle.step, handle.keeps_moments = step, bool(kept and not step)
+        handle.step, handle.keeps_moments = step, bool(has_values and not step)

@@ -57,10 +57,10 @@ def outside_modes(work: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not count_dispatch_modes() and innermost_transform() is None:
             return work(*args, **kwargs)
-        with ExitStack() as left:
+        with ExitStack() as suspended:
             if innermost_transform() is not None:
-                left.enter_context(without_transforms())
-            left.enter_context(disable_modes())
+                suspended.enter_context(without_transforms())
+            suspended.enter_context(disable_modes())
             return work(*args, **kwargs)
 
     return run

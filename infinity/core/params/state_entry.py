@@ -172,8 +172,8 @@ class StateAtHome:
         self._find_context, self._by_class = context, by_class
         self._partial: dict[ParamHandle, StateEntry] = {}  # may have only some of torch's keys
         self.moments = moments
-        self._arrays = ({STEP: STEP} if counts_steps and moments else {}) | moments
-        self.names = tuple(self._arrays)  # torch's keys, of any parameter
+        self._array_names = ({STEP: STEP} if counts_steps and moments else {}) | moments
+        self.names = tuple(self._array_names)  # torch's keys, of any parameter
 
     @property
     def _context(self) -> StepContext:
@@ -182,18 +182,18 @@ class StateAtHome:
     def names_of(self, handle: ParamHandle) -> tuple[str, ...]:
         """Returns torch's keys of the values that a parameter has a home for."""
         moments = (STEP, *handle.flat_param.spec.moments)  # also when it is unwrapped
-        return tuple(name for name, array in self._arrays.items() if array in moments)
+        return tuple(name for name, array in self._array_names.items() if array in moments)
 
     @property
     def keys(self) -> set[str]:
         """Every key under which a state dict has a value that is at home."""
         step = () if self._by_class else (STEP,)
-        return {*self.names, *self._arrays.values(), *step, "master"}
+        return {*self.names, *self._array_names.values(), *step, "master"}
 
     def read(self, handle: ParamHandle, name: str) -> torch.Tensor:
         """Reads one value of a parameter that has state. With several ranks all call this."""
         with self._using():
-            return self._context.borrowed.read(handle, self._arrays[name])
+            return self._context.borrowed.read(handle, self._array_names[name])
 
     def check(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:
         """Raises UsageError if one of ``values`` is not valid for the parameter."""
@@ -227,7 +227,7 @@ class StateAtHome:
             return
         with self._using():
             borrowed = self._context.borrowed
-            sent = {self._arrays[name]: value for name, value in values.items()}
+            sent = {self._array_names[name]: value for name, value in values.items()}
             if STEP in sent:
                 sent[STEP] = checked_step(sent[STEP], handle.name)
             elif not handle.has_state:
@@ -235,7 +235,7 @@ class StateAtHome:
                 sent[STEP] = torch.tensor(1.0, device="cpu")
             borrowed.write(handle, sent)
             for name, value in values.items():
-                array = self._arrays[name]
+                array = self._array_names[name]
                 if isinstance(value, torch.Tensor) and self._is_as_at_home(handle, array, value):
                     borrowed.lend(handle, array, value)
                 else:
@@ -245,7 +245,7 @@ class StateAtHome:
         """Makes the next step of a parameter its first."""
         with self._using():
             self._context.borrowed.restart(
-                handle, [self._arrays[name] for name in self.names_of(handle) if name != STEP]
+                handle, [self._array_names[name] for name in self.names_of(handle) if name != STEP]
             )
 
     def note(self, handle: ParamHandle, entry: StateEntry) -> None:

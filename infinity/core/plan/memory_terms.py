@@ -54,7 +54,7 @@ class MemoryTerms:
         self,
         units: Sequence[UnitSize],
         config: Config,
-        homes: tuple[Tier, Tier, Tier],
+        home_tiers: tuple[Tier, Tier, Tier],
         rung: Rung,
         held_nbytes: int,
         device: Device,
@@ -63,10 +63,9 @@ class MemoryTerms:
         buffers_nbytes: int = 0,
         reuses: bool = False,
     ):
-        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
-        bytes that a forward holds at once. ``backend``: of
-        staged weights. ``buffers_nbytes``: of the model's buffers. ``reuses``: see
-        :func:`.plan.make_plan`."""
+        """``home_tiers``: of weights, optimizer state and gradients. ``held_nbytes``: the most
+        weight bytes that a forward holds at once. ``backend``: of staged weights.
+        ``buffers_nbytes``: of the model's buffers. ``reuses``: see :func:`.plan.make_plan`."""
         self._backend, self._buffers_nbytes, self._reuses = backend, buffers_nbytes, reuses
         self._units, self._config, self._rung, self._held, self._device = (
             units,
@@ -75,12 +74,12 @@ class MemoryTerms:
             held_nbytes,
             device,
         )
-        self._params, self._optimizer, self._grad = homes
+        self._params, self._optimizer, self._grad = home_tiers
         self._flat_params = [flat for unit in units for flat in unit.flat_params]
         self._stepped = [flat for flat in self._flat_params if flat.spec.stepped]
         self._whole_units = [unit for unit in units if not unit.at_once_nbytes]
         self._whole_flats = [flat for unit in self._whole_units for flat in unit.flat_params]
-        self.tiers = {name: home_of(name, *homes) for name in ARRAYS}
+        self.tiers = {name: home_of(name, *home_tiers) for name in ARRAYS}
         self.terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
 
     def plan(self) -> MemoryPlan:
@@ -252,8 +251,8 @@ class MemoryTerms:
             rows = [unit.autograd_nbytes for unit in self._units if unit.at_once_nbytes]
             on_their_way = max(GRADS_IN_FLIGHT * landing, *rows, 0)
             self._add(Tier.DEVICE, "gradients on their way", on_their_way)
-            homes = {self._params, self._optimizer, self._grad}
-            if Tier.DEVICE in homes and len(homes) > 1:  # the device steps it, and the rest passes
+            tiers = {self._params, self._optimizer, self._grad}
+            if Tier.DEVICE in tiers and len(tiers) > 1:  # the device steps it, and the others pass
                 device_slot = needed_device_slot_nbytes(self._units)
                 self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
         return landing, device_slot

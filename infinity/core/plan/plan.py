@@ -84,12 +84,14 @@ class _Choices:
         fitting: list[MemoryPlan] = []
         least: MemoryPlan | None = None
         least_budgets = self.budgets
-        for homes in self._homes():
+        for home_tiers in self._home_tiers():
             budgets, asked = self.budgets, (self.config.params, self.config.optimizer)
-            if any(home is Tier.DEVICE and choice == AUTO for home, choice in zip(homes, asked)):
+            if any(
+                home is Tier.DEVICE and choice == AUTO for home, choice in zip(home_tiers, asked)
+            ):
                 budgets = budgets.of_one_memory()
             for rung in LADDER:
-                plan = self._plan_of(homes, rung)
+                plan = self._plan_of(home_tiers, rung)
                 if not budgets.over(plan):
                     of_all = self.units, self.config, budgets, self.device
                     fitting.append(use_what_is_left(plan, *of_all, reuses=self.reuses))
@@ -98,14 +100,14 @@ class _Choices:
                     least, least_budgets = plan, budgets
         return fitting, least, least_budgets
 
-    def _homes(self) -> Iterator[tuple[Tier, Tier, Tier]]:
+    def _home_tiers(self) -> Iterator[tuple[Tier, Tier, Tier]]:
         config, device = self.config, self.device
         stepped = any(flat.spec.stepped for unit in self.units for flat in unit.flat_params)
-        for params, optimizer in _homes(config, device, stepped=stepped):
-            for grad in _grad_homes(params, optimizer, self.units, config, device):
+        for params, optimizer in _home_tiers(config, device, stepped=stepped):
+            for grad in _grad_tiers(params, optimizer, self.units, config, device):
                 yield params, optimizer, grad
 
-    def _plan_of(self, homes: tuple[Tier, Tier, Tier], rung: Rung) -> MemoryPlan:
+    def _plan_of(self, home_tiers: tuple[Tier, Tier, Tier], rung: Rung) -> MemoryPlan:
         """Adds up one choice of homes and rung. Includes device memory for the road from disk, if
         the device has one and it fits."""
         config, device = self.config, self.device
@@ -113,14 +115,14 @@ class _Choices:
             MemoryTerms,
             self.units,
             config,
-            homes,
+            home_tiers,
             rung,
             self.held_nbytes,
             device,
             buffers_nbytes=self.buffers_nbytes,
             reuses=self.reuses,
         )
-        backend = self._backend if homes[0] is Tier.NVME else ThroughHost
+        backend = self._backend if home_tiers[0] is Tier.NVME else ThroughHost
         plan = add_up(backend=backend).plan()
         return add_up().plan() if backend is not ThroughHost and self.budgets.over(plan) else plan
 
@@ -137,7 +139,7 @@ def check_folders(config: Config) -> None:
             raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
 
 
-def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier, Tier]]:
+def _home_tiers(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier, Tier]]:
     """Returns the homes of (weights, optimizer state) that the configuration allows, fastest first.
     Raises ConfigError if the device allows none of them."""
     everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
@@ -145,13 +147,13 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
         everywhere if choice == AUTO else [Tier(choice)]
         for choice in (config.params, config.optimizer)
     )
-    homes = list(itertools.product(params, optimizer))
+    home_tiers = list(itertools.product(params, optimizer))
     if not device.is_host and stepped:
-        homes = [pair for pair in homes if _is_steppable(pair, config, device)]
+        home_tiers = [pair for pair in home_tiers if _is_steppable(pair, config, device)]
         if device.memory is not None and device.memory.is_unified:
-            in_place = [_in_place(pair, config, device) for pair in homes]
-            homes = list(dict.fromkeys([*in_place, *homes]))
-        if not homes:
+            in_place = [_in_place(pair, config, device) for pair in home_tiers]
+            home_tiers = list(dict.fromkeys([*in_place, *home_tiers]))
+        if not home_tiers:
             raise ConfigError(
                 f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on"
                 f" {device.where} is stepped there, which needs kernels"
@@ -160,10 +162,10 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
             )
     # Weights move twice a step and state once each way, but state is several times as large.
     speed = list(Tier).index
-    return sorted(homes, key=lambda pair: (sum(map(speed, pair)), pair))
+    return sorted(home_tiers, key=lambda pair: (sum(map(speed, pair)), pair))
 
 
-def _grad_homes(
+def _grad_tiers(
     params: Tier, optimizer: Tier, units: Sequence[UnitSize], config: Config, device: Device
 ) -> list[Tier]:
     """Returns the homes of gradients for given homes of weights and state, fastest first."""
@@ -174,25 +176,25 @@ def _grad_homes(
     return list(Tier)[not on_device : 3 if config.nvme_paths and not whole_grads else 2]
 
 
-def _in_place(homes: tuple[Tier, Tier], config: Config, device: Device) -> tuple[Tier, Tier]:
+def _in_place(home_tiers: tuple[Tier, Tier], config: Config, device: Device) -> tuple[Tier, Tier]:
     """Returns the homes with the device's for the host's, where both are one memory and the device
     can step them: nothing is copied then."""
-    params, optimizer = (Tier.DEVICE if home is Tier.HOST else home for home in homes)
+    params, optimizer = (Tier.DEVICE if home is Tier.HOST else home for home in home_tiers)
     there = (params, optimizer)
-    return there if _is_steppable(there, config, device) else homes
+    return there if _is_steppable(there, config, device) else home_tiers
 
 
-def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:
+def _is_steppable(home_tiers: tuple[Tier, Tier], config: Config, device: Device) -> bool:
     """Whether weights and state at these homes can be stepped, by the CPU or by the device.
 
     One of them on the device and one off it is allowed only if both were chosen by name: the CPU
     steps state on the host with less traffic.
     """
-    if Tier.DEVICE not in homes:
+    if Tier.DEVICE not in home_tiers:
         return True
-    mixed = len(set(homes)) > 1
+    mixed = len(set(home_tiers)) > 1
     return (
         device.kernels is not None
-        and Tier.NVME not in homes
+        and Tier.NVME not in home_tiers
         and not (mixed and "auto" in (config.params, config.optimizer))
     )

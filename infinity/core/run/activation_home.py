@@ -43,10 +43,10 @@ class ActivationHome:
         self._copies = ActivationCopies(store.device, self._order, in_flight_nbytes)
         self._disk = ActivationsOnDisk(store, staging, self._order) if staging is not None else None
         # Buffers in use, with the transfers that may still use them, keyed by a weak reference to
-        # the saved storage. C code appends a dead reference to _left, so an interrupt cannot leak a
+        # the saved storage. C code appends a dead reference to _dead, so an interrupt cannot leak a
         # buffer.
         self._places: dict[weakref.ref[Saved], tuple[StateArray, list[native.Ticket]]] = {}
-        self._left: deque[weakref.ref[Saved]] = deque()
+        self._dead: deque[weakref.ref[Saved]] = deque()
         self._arrays: list[StateArray] = []  # all host memory that was ever taken
         # Free buffers among those; on disk the store manages the space.
         self._free: list[StateArray] = []
@@ -79,7 +79,7 @@ class ActivationHome:
         """Makes a saved storage with a buffer of ``nbytes`` at home, which is reused once it is
         freed. Raises CapacityError over the tier's budget."""
         saved = Saved(self._take(nbytes), begin, nbytes)
-        self._places[weakref.ref(saved, self._left.append)] = saved.array, saved.writes
+        self._places[weakref.ref(saved, self._dead.append)] = saved.array, saved.writes
         return saved
 
     def _taken_nbytes(self) -> int:
@@ -129,15 +129,15 @@ class ActivationHome:
 
     def _reclaim(self) -> None:
         """Frees the buffers whose saved storages are gone."""
-        while self._left:
-            ref = self._left[0]
+        while self._dead:
+            ref = self._dead[0]
             if ref in self._places:
                 array, transfers = self._places.pop(ref)
                 if array.tier is Tier.NVME:
                     self._store.allocator.free_more(array, after=transfers)
                 else:
                     self._free.append(array)
-            self._left.popleft()
+            self._dead.popleft()
 
     # --- transfers ---
 

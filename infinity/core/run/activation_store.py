@@ -65,7 +65,7 @@ class ActivationStore:
         self.planner: Any = None
         # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
-        self._kept = native.Account()  # the bytes that do
+        self._on_device = native.Account()  # the bytes that do
         # By storage: its charge, once for all its saved views
         self._charges: dict[int, tuple[StorageWeakRef, weakref.ref[native.Charge]]] = {}
         self._excluded: set[int] = set()
@@ -94,7 +94,7 @@ class ActivationStore:
                 if packed is not None:
                     return packed
                 storage = tensor.untyped_storage()
-                charge = self._charge_of(storage) or self._kept.charge(storage.nbytes())
+                charge = self._charge_of(storage) or self._on_device.charge(storage.nbytes())
                 self._charges[storage._cdata] = StorageWeakRef(storage), weakref.ref(charge)
                 return WithinBudget(outer_pack(tensor), charge)
             return outer_pack(tensor)
@@ -110,7 +110,7 @@ class ActivationStore:
     @property
     def kept_nbytes(self) -> int:
         """Bytes that stay on the device because its budget has room."""
-        return self._kept.charged_nbytes
+        return self._on_device.charged_nbytes
 
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is

@@ -359,8 +359,8 @@ class Prefetcher:
             budget, largest = account.budget_nbytes or 0, max(needed)
             short = largest + nbytes - self._window.planned_nbytes
             error.needed = {BUDGETS[Tier.DEVICE]: budget + short}
-            beside = nbytes + max(0, budget - account.planned_nbytes)
-            raise self._explain(error, largest, 0, beside) from None
+            spare = nbytes + max(0, budget - account.planned_nbytes)
+            raise self._explain(error, largest, 0, spare) from None
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
 

@@ -131,12 +131,12 @@ class Stepper:
                 ticket = listener(step, ticket)
             if step.device_update is not None:
                 step.device_update.ticket = ticket
-            homes, behind = step.flat_param.homes, None
+            homes, replay = step.flat_param.homes, None
             for index, (zeros, number, rows) in step.zeros.items():
                 homes.rows.note_step(index, rows, zeros, number)
-                behind = homes.replay(context.updates.updater, self._known.rule, step.version)
-            if (update := step.device_update or ticket) is not None or behind is not None:
-                homes.commit(step.draft, update, behind)
+                replay = homes.replay(context.updates.updater, self._known.rule, step.version)
+            if (update := step.device_update or ticket) is not None or replay is not None:
+                homes.commit(step.draft, update, replay)
             for handle, number in step.landed:
                 handle.step = number
                 if step.counted:

@@ -268,8 +268,8 @@ class FlatParam:
             return 0
         parts = encode(self.spec, self.flattened(master.to(torch.float32), index)[low:high])
         same = same_bits(parts["weight"], store.read(self.weight, begin, end))
-        kept = torch.where(same, parts["master"], store.read(self.arrays["master"], begin, end))
-        store.write(self.arrays["master"], begin, kept, version=version)
+        merged = torch.where(same, parts["master"], store.read(self.arrays["master"], begin, end))
+        store.write(self.arrays["master"], begin, merged, version=version)
         return int((~same).sum())
 
     # --- moments ---

@@ -196,13 +196,13 @@ class HomeArrays:
                 draft.events.append(reader.until)
         return draft
 
-    def commit(self, draft: Draft, update: Update | None, behind: Replay | None = None) -> None:
+    def commit(self, draft: Draft, update: Update | None, replay: Replay | None = None) -> None:
         """Records the running ``update``, which writes to ``draft``. Fresh bytes become the
-        weights, and the reader keeps the old ones. ``behind`` brings the rows up to date that the
+        weights, and the reader keeps the old ones. ``replay`` brings the rows up to date that the
         update left out, when they are needed. Idempotent. Raises InternalError if another update
         runs."""
-        if behind is not None:
-            self.update = self.rows.run_behind(update, behind)
+        if replay is not None:
+            self.update = self.rows.replay_after(update, replay)
         elif draft.fresh is None:
             if self.update is not update:
                 self._check_at_home()

@@ -39,14 +39,14 @@ class Kept:
 
     def __init__(
         self,
-        arrays: KeptArrays,
+        kept_arrays: KeptArrays,
         name: str,
         dtype: torch.dtype | None,
         keeper: Extension | None,
         saved_as: str,
     ):
         self.name, self.keeper, self.saved_as = name, keeper, saved_as
-        self._arrays, self._dtype = arrays, dtype
+        self._kept_arrays, self._dtype = kept_arrays, dtype
         self.flat_params: dict[FlatParam, None] = {}  # in order
         self.passing: dict[FlatParam, StateArray] = {}
 
@@ -66,25 +66,25 @@ class Kept:
 
     def read(self, piece: Piece) -> torch.Tensor:
         """Reads the elements of a piece into a CPU tensor of its own. Blocks on the disk."""
-        return self._arrays.store.read(self.array_of(piece.flat_param), piece.begin, piece.end)
+        return self._kept_arrays.store.read(self.array_of(piece.flat_param), piece.begin, piece.end)
 
     def read_whole(self, handle: ParamHandle) -> torch.Tensor:
         """Reads a parameter's elements, flat, in the order of its storage. Every rank calls
         this."""
         flat_param = handle.flat_param
         return flat_param.parts.read(
-            self._arrays.store, "weight", handle.index, array=self.array_of(flat_param)
+            self._kept_arrays.store, "weight", handle.index, array=self.array_of(flat_param)
         )
 
     def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
         """Writes this rank's elements of a parameter, flat."""
         begin, end = handle.flat_param.layout.part_at_home("weight", handle.index)
         if begin < end:
-            self._arrays.write_array(self.array_of(handle.flat_param), begin, values)
+            self._kept_arrays.write_array(self.array_of(handle.flat_param), begin, values)
 
     def free(self) -> None:
         """Frees the memory. Idempotent."""
-        self._arrays.free(self)
+        self._kept_arrays.free(self)
 
 
 class KeptArrays:
@@ -150,7 +150,7 @@ class KeptArrays:
         wanted = {flat_param: kept.dtype_of(flat_param) for flat_param in targets}
         # A keeper's terms of this name were these arrays
         terms = {tier: -of.get(name, 0) for tier, of in self._planned.plan.terms.items()}
-        tiers = self.make_room(wanted.items(), purpose or name, beside=terms, otherwise=otherwise)
+        tiers = self.make_room(wanted.items(), purpose or name, reserved=terms, otherwise=otherwise)
         try:
             self._kept.append(kept)
             for tier, term in terms.items():
@@ -173,13 +173,13 @@ class KeptArrays:
         wanted: Iterable[tuple[FlatParam, torch.dtype]],
         purpose: str,
         *,
-        beside: Mapping[Tier, int] | None = None,
+        reserved: Mapping[Tier, int] | None = None,
         otherwise: Tier | None = None,
     ) -> list[Tier]:
-        """Makes room for the ``wanted`` arrays as :meth:`keep` makes them, and for bytes ``beside``
-        them, of which planned ones are negative. Returns the arrays' tiers. Raises CapacityError,
+        """Makes room for the ``wanted`` arrays as :meth:`keep` makes them, and for ``reserved``
+        bytes, of which planned ones are negative. Returns the arrays' tiers. Raises CapacityError,
         which names the need of all of them."""
-        needed, tiers = Counter(beside), []
+        needed, tiers = Counter(reserved), []
         for flat_param, dtype in wanted:
             tier = flat_param.arrays.get("master", flat_param.weight).tier
             nbytes = _nbytes_of(flat_param, dtype)

@@ -58,7 +58,7 @@ class RowSteps(Protocol):
         """Records step ``number`` of parameter ``index``, whose ``rows`` had a gradient. ``zeros``:
         the hyperparameters for the others. Idempotent."""
 
-    def run_behind(self, ticket: native.Ticket | None, replay: Replay) -> Any:
+    def replay_after(self, ticket: native.Ticket | None, replay: Replay) -> Any:
         """Returns the update that is over when every row is up to date. ``ticket``: of the update
         that runs."""
 

@@ -132,7 +132,7 @@ class OuterStep(Extension):
         flat_params = [flat for flats in self.units.values() for flat in flats]
         wanted = [(flat, torch.float32) for flat in flat_params]
         what = f"the state of LocalSteps ({', '.join((*map(_kind, kinds), 'exchanges'))})"
-        self._arrays.make_room(wanted * len(kinds), what, beside={Tier.HOST: nbytes})
+        self._arrays.make_room(wanted * len(kinds), what, reserved={Tier.HOST: nbytes})
 
         def keep(name: str, flat_params: Iterable[FlatParam]) -> Kept:
             return self._arrays.keep(name, torch.float32, flat_params, keeper=self, saved_as=OUTER)

@@ -115,7 +115,7 @@ class ExpertRows:
 
     # --- what is behind ---
 
-    def run_behind(self, ticket: native.Ticket | None, replay: Replay) -> Behind:
+    def replay_after(self, ticket: native.Ticket | None, replay: Replay) -> Behind:
         """Returns the update that is over when every row is up to date. ``ticket``: of the update
         that runs."""
         self._ticket, self._replay = ticket or self._ticket, replay

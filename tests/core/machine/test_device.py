@@ -464,11 +464,11 @@ def test_nobody_stands_still_between_two_steps(monkeypatch):
     config = {"params": "host", "optimizer": "host"}
     assert races_of(monkeypatch, config, micro=2)[1] == 0
 
-    def value(self, handle, *args, real=lander.Lander.beside, **how):
+    def value(self, handle, *args, real=lander.Lander.enqueue, **how):
         real(self, handle, *args, **how)
-        self._homes.queue.wait(handle.flat_param)
+        self._grad_homes.queue.wait(handle.flat_param)
 
-    monkeypatch.setattr(lander.Lander, "beside", value)
+    monkeypatch.setattr(lander.Lander, "enqueue", value)
     assert races_of(monkeypatch, config)[1] > 0
 
 

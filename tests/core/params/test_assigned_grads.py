@@ -163,7 +163,7 @@ def test_with_several_ranks_a_tensor_counts_until_its_gradient_has_parted_from_i
     """By a landing, a step or a change. Then a write to it is refused."""
     first, bank = job.handles[0], parts_of(job).gradients
     for part in (
-        lambda: first.grad.assigned.leave_behind(),
+        lambda: first.grad.assigned.outdate(),
         lambda: first.grad.move(GradState.CONSUMED),
         lambda: setattr(first.grad.assigned, "is_copied", True),
     ):

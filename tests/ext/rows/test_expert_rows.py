@@ -92,7 +92,7 @@ def test_rows_are_brought_up_to_date_when_they_are_wanted():
         step(rows, 1, 3, index=index)
         step(rows, 2, 3, index=index)
 
-    update = rows.run_behind(None, replay_by(asked.append))
+    update = rows.replay_after(None, replay_by(asked.append))
     assert not update.done
     rows.catch_up([1, 3])
     missed = ["zeros 1", "zeros 2"]
@@ -109,7 +109,7 @@ def test_rows_are_brought_up_to_date_when_they_are_wanted():
 def test_the_running_update_is_waited_for_without_a_replay():
     rows, ticket = rows_of(), Ticket(done=False)
     step(rows, 1, 0, 1, 2, 3)
-    update = rows.run_behind(ticket, replay_by(lambda runs: pytest.fail("nothing is behind")))
+    update = rows.replay_after(ticket, replay_by(lambda runs: pytest.fail("nothing is behind")))
     assert not update.done
     rows.wait_running()
     assert ticket.waits == 1 and update.done
@@ -154,7 +154,7 @@ def play(seed: int) -> tuple[list[list], list[tuple]]:
                 ]
 
     replay = replay_by(run)
-    update = rows.run_behind(None, replay)
+    update = rows.replay_after(None, replay)
     for number in range(1, 40):
         stepped = {index for index in (0, 1) if generator.random() < 0.8}
         planned = [
@@ -166,7 +166,7 @@ def play(seed: int) -> tuple[list[list], list[tuple]]:
             steps.append((index, number, got))
             for _ in range(generator.choice([1, 2])):  # once more after an interrupt
                 rows.note_step(index, got, ("zeros", number), number)
-        rows.run_behind(Ticket(), replay)
+        rows.replay_after(Ticket(), replay)
         if generator.random() < 0.5:
             rows.catch_up([row for row in range(rows.count) if generator.random() < 0.5])
     update.wait()

@@ -39,7 +39,7 @@ from infinity.core.units.unit import ParamUnit
 from infinity.errors import StorageError
 
 NAME = "hostile"
-_grad_homes = plan._grad_homes
+_grad_tiers = plan._grad_tiers
 POISON = 0xFF
 MOST_TURNS = 2  # between two passes or steps: a loop over parameters is one use for each
 MOST_NBYTES = 64 * 2**20  # of poisoned memory that a model keeps, so that it is not given again
@@ -51,7 +51,7 @@ def hostile_folder(folder: Path) -> Path:
     for listed, kind in ((seams.EXTENSIONS, Turns), (seams.STAGING_BACKENDS, PoisonedReads)):
         if kind not in listed:
             listed.insert(0, kind)
-    plan._grad_homes = grad_homes
+    plan._grad_tiers = grad_homes
     (folder / NAME).mkdir(parents=True, exist_ok=True)
     return folder / NAME
 
@@ -62,7 +62,7 @@ def is_hostile(config: Config) -> bool:
 
 def grad_homes(params, optimizer, units, config, device):
     """Gradients on disk, which a plan without budgets does not choose."""
-    homes = _grad_homes(params, optimizer, units, config, device)
+    homes = _grad_tiers(params, optimizer, units, config, device)
     return homes[-1:] if is_hostile(config) else homes
 
 
