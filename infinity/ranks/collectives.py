@@ -269,7 +269,7 @@ class Collectives(Bulk):
         if self.ranks.allowed_processors is not None and not self._is_closed:
             os.sched_setaffinity(0, self.ranks.allowed_processors)
         self._is_closed = True
-        end_groups(self.ranks.own_groups)
+        end_groups(self.ranks.process_groups)
         for channel in self.ranks.all_channels:
             channel.close()
 

@@ -60,7 +60,7 @@ def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
     if len(members := members_of(mesh)) == 1:
         rank_rows(mesh, divides_experts=divides_experts)  # raises for a mesh that does not fit
         return ParallelDims(local_size=_local_size() if dist.get_world_size() > 1 else 1)
-    own_groups: list[dist.ProcessGroup] = []
+    process_groups: list[dist.ProcessGroup] = []
     try:
         # Rows: [stages, parts, replicas, shards]
         rows, wrap, divides_experts = _agree_on_rows(mesh, members, divides_experts)
@@ -68,9 +68,9 @@ def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
             dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         )
         expect_ranks()
-        return _join(mesh, rows, wrap, divides_experts, own_groups)
+        return _join(mesh, rows, wrap, divides_experts, process_groups)
     except BaseException as error:
-        end_groups(own_groups)
+        end_groups(process_groups)
         if isinstance(error, RuntimeError) and not isinstance(error, InfinityError):
             raise ranks_lost("wrap_model", error) from error
         raise
@@ -81,7 +81,7 @@ def _join(
     rows: torch.Tensor,
     wrap: str,
     divides_experts: bool,
-    own_groups: list[dist.ProcessGroup],
+    process_groups: list[dist.ProcessGroup],
 ) -> ParallelDims:
     """Makes this rank's channels. Appends their groups to ``own_groups``. ``rows``: [stages, parts,
     replicas, shards]."""
@@ -93,22 +93,22 @@ def _join(
     )
 
     def channel(ranks: list[int], what: str) -> Channel | None:
-        return _channel(ranks, f"{what} of wrap {wrap}", own_groups) if len(ranks) > 1 else None
+        return _channel(ranks, f"{what} of wrap {wrap}", process_groups) if len(ranks) > 1 else None
 
     # Each rank makes only its own groups: no collective of the whole job for each.
     shard_group = None
     if len(row) > 1:
         # Two groups over the same ranks: reductions do not wait behind gathers.
         reductions = gloo_group(row, f"reductions of wrap {wrap}")
-        shard_group = _channel(row, f"gathers of wrap {wrap}", own_groups, reductions)
-        own_groups.append(reductions)
+        shard_group = _channel(row, f"gathers of wrap {wrap}", process_groups, reductions)
+        process_groups.append(reductions)
     replicate_group = channel(column, "replicas")
     is_grid = shard_group is not None and replicate_group is not None
     grid_group = channel(sorted(here[part].flatten().tolist()) if is_grid else [], "data")
     tp_group = channel(others, "parts")
     cp_group = channel(_sequence_of(mesh), "sequences")
     pp_group = channel(rows[:, part, replica, rank].tolist(), "stages")
-    expert_group = _expert_group(mesh, row, wrap, own_groups) if divides_experts else None
+    expert_group = _expert_group(mesh, row, wrap, process_groups) if divides_experts else None
     allowed = numa.bind(int(os.environ.get("LOCAL_RANK", 0)), local_size)
     return ParallelDims(
         wrap=wrap,
@@ -123,7 +123,7 @@ def _join(
         pp_group=pp_group,
         expert_group=expert_group,
         allowed_processors=frozenset(allowed) if allowed is not None else None,
-        own_groups=own_groups,
+        process_groups=process_groups,
     )
 
 
@@ -157,7 +157,7 @@ def expert_groups(mesh: Any, row: Sequence[int]) -> list[list[int]]:
 
 
 def _expert_group(
-    mesh: Any, row: list[int], wrap: str, own_groups: list[dist.ProcessGroup]
+    mesh: Any, row: list[int], wrap: str, process_groups: list[dist.ProcessGroup]
 ) -> ExpertGroup | None:
     """Finds the ranks of ``row`` with the same experts as this one. None if experts are not
     divided."""
@@ -167,8 +167,10 @@ def _expert_group(
     members, channel = next(part for part in parts if me in part), None
     if len(members) > 1:
         reductions = gloo_group(members, f"reductions of experts of wrap {wrap}")
-        channel = _channel(members, f"gathers of experts of wrap {wrap}", own_groups, reductions)
-        own_groups.append(reductions)
+        channel = _channel(
+            members, f"gathers of experts of wrap {wrap}", process_groups, reductions
+        )
+        process_groups.append(reductions)
     places = tuple(row.index(rank) for rank in members)
     over = tuple(_line(mesh, mesh.mesh_dim_names.index("ep")))
     return ExpertGroup(
@@ -179,11 +181,11 @@ def _expert_group(
 def _channel(
     ranks: list[int],
     what: str,
-    own_groups: list[dist.ProcessGroup],
+    process_groups: list[dist.ProcessGroup],
     reductions: dist.ProcessGroup | None = None,
 ) -> Channel:
     """Makes a channel of ``ranks`` (ascending). Appends its groups to ``own_groups``."""
-    own_groups.append(group := gloo_group(ranks, what))
+    process_groups.append(group := gloo_group(ranks, what))
     families = [
         (
             gloo_group([ranks[index] for index in family], f"{what}: sync points below {family[0]}")
@@ -192,7 +194,7 @@ def _channel(
         )
         for family in family_of(ranks.index(dist.get_rank()), len(ranks))
     ]
-    own_groups += [family for family in families if family is not None]
+    process_groups += [family for family in families if family is not None]
     alarms = dist.PrefixStore(
         f"infinity/alarms of {what}, ranks {ranks}", dist.distributed_c10d._get_default_store()
     )
@@ -221,7 +223,7 @@ def join_node(ranks: ParallelDims, mesh: Any) -> ParallelDims:
             nodes_of_rows.append(tuple(members))
             if me in members:
                 node_channel = _channel(
-                    list(members), f"a machine of wrap {ranks.wrap}", ranks.own_groups
+                    list(members), f"a machine of wrap {ranks.wrap}", ranks.process_groups
                 )
     return dataclasses.replace(ranks, nodes=tuple(nodes_of_rows), node_group=node_channel)
 
@@ -303,7 +305,7 @@ def join_device(ranks: ParallelDims, mesh: Any, backend: str | None) -> None:
         )
         if me not in members:
             return None
-        ranks.own_groups.append(group)
+        ranks.process_groups.append(group)
         return group
 
     for rows in rank_rows(mesh, divides_experts=ranks.expert_group is not None).flatten(0, 1):

@@ -62,7 +62,7 @@ class ParallelDims:
     ] = ()  # ranks per machine and shard group, if machines share weights
     allowed_processors: frozenset[int] | None = None  # before the binding to a NUMA node
     # Made for this job and destroyed with it
-    own_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    process_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     @property
     def alone(self) -> bool:

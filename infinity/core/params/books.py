@@ -94,8 +94,8 @@ class OptimizerBooks(Shown, defaultdict):
         )
 
     def __iter__(self) -> Iterator:
-        context, groups = self._owner()
-        params = dict.fromkeys(param for group in groups for param in group["params"])
+        context, param_groups = self._owner()
+        params = dict.fromkeys(param for group in param_groups for param in group["params"])
         there = {
             param
             for param in params

@@ -60,22 +60,23 @@ class OptimizerState:
         self,
         context: StepContext,
         known: Known,
-        groups: list[dict[str, Any]],
+        param_groups: list[dict[str, Any]],
         moments: dict[str, str],
     ):
-        self._context, self._known, self._groups, self.moments = context, known, groups, moments
+        self._context, self._known = context, known
+        self._param_groups, self.moments = param_groups, moments
 
     def read(self, books: OptimizerBooks, *, lends: bool) -> dict[str, Any]:
         """Returns a state dict in torch's form, with the user's own values from ``books``.
         ``lends``: with the fp32 masters of 16-bit parameters; users' writes to its tensors are sent
         home."""
         store = self._context.store
-        groups, indices = [], {}
-        for group in self._groups:
+        param_groups, indices = [], {}
+        for group in self._param_groups:
             for param in group["params"]:
                 indices.setdefault(param, len(indices))
             packed = {key: value for key, value in group.items() if key != "params"}
-            groups.append(packed | {"params": [indices[param] for param in group["params"]]})
+            param_groups.append(packed | {"params": [indices[param] for param in group["params"]]})
         state: dict[Any, Any] = {}
         of_flat_params: dict[FlatParam, list[torch.Tensor]] = {}
         for param in indices:
@@ -92,7 +93,7 @@ class OptimizerState:
                 entries[key] = values
             else:
                 entries[indices[key]] = entries.get(indices[key], {}) | values
-        return {"state": entries, "param_groups": groups}
+        return {"state": entries, "param_groups": param_groups}
 
     def _moments_at(self, flat_param: FlatParam) -> dict[str, str]:
         """Returns the moments that the parameters of ``flat_param`` have."""
@@ -100,7 +101,7 @@ class OptimizerState:
 
     def outside_groups(self) -> list[ParamHandle]:
         """Lists the parameters that have state and are in no group any more."""
-        inside = {handle_of(param) for group in self._groups for param in group["params"]}
+        inside = {handle_of(param) for group in self._param_groups for param in group["params"]}
         return [
             handle
             for handle in self._context.trained
@@ -134,7 +135,7 @@ class OptimizerState:
         """Returns the groups after loading ``state_dict``. Raises UsageError if it does not fit.
         Changes nothing."""
         saved_groups = state_dict["param_groups"]
-        ours = [len(group["params"]) for group in self._groups]
+        ours = [len(group["params"]) for group in self._param_groups]
         theirs = [len(group["params"]) for group in saved_groups]
         if ours != theirs:
             raise UsageError(
@@ -164,14 +165,14 @@ class OptimizerState:
             group
             | first
             | {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
-            for group, saved in zip(self._groups, saved_groups)
+            for group, saved in zip(self._param_groups, saved_groups)
         ]
 
     def _all_params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
         """Maps the indices of ``state_dict`` to our parameters."""
         return {
             index: param
-            for group, saved in zip(self._groups, state_dict["param_groups"])
+            for group, saved in zip(self._param_groups, state_dict["param_groups"])
             for index, param in zip(saved["params"], group["params"])
         }
 
@@ -186,12 +187,12 @@ class OptimizerState:
         return {n: state_dict["state"][key] for n, key in numbered if key in state_dict["state"]}
 
     def write(
-        self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks
+        self, state_dict: dict[str, Any], param_groups: list[dict[str, Any]], books: OptimizerBooks
     ) -> None:
-        """Loads ``state_dict`` and the hyperparameters ``groups`` of :meth:`check`. The user's own
-        values go into ``books``. With several ranks every rank calls this."""
+        """Loads ``state_dict`` and the hyperparameters ``param_groups`` of :meth:`check`. Users'
+        own values go into ``books``. With several ranks every rank calls this."""
         of_masters = {kind: [] for kind in OUTCOMES}
-        change = partial(self._set, state_dict, groups, books, of_masters)
+        change = partial(self._set, state_dict, param_groups, books, of_masters)
         params = self._params_of(state_dict)
         handles = list(map(handle_of, params.values()))
         edits = [
@@ -227,7 +228,7 @@ class OptimizerState:
     def _set(
         self,
         state_dict: dict[str, Any],
-        groups: list[dict[str, Any]],
+        param_groups: list[dict[str, Any]],
         books: OptimizerBooks,
         of_masters: dict[str, list[str]],
     ) -> None:
@@ -237,7 +238,7 @@ class OptimizerState:
         for names in of_masters.values():
             names.clear()  # of an interrupted call
         params, everyones = self._params_of(state_dict), self._all_params_of(state_dict)
-        for group, taken in zip(self._groups, groups):
+        for group, taken in zip(self._param_groups, param_groups):
             group.update(taken)
         self._context.borrowed.forget()
         books.take_own(

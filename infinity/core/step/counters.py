@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Group = Mapping[str, Any]
+ParamGroup = Mapping[str, Any]
 Numbers = dict[str, torch.Tensor]
 
 
@@ -22,18 +22,20 @@ class Counters(ABC):
     settings: tuple[str, ...] = ()  # keys of a group that only this reads
 
     @staticmethod
-    def unusable(group: Group) -> str:
-        """Returns which settings of ``group`` have no step, and the remedy; or ""."""
+    def unusable(param_group: ParamGroup) -> str:
+        """Returns which settings of ``param_group`` have no step, and the remedy; or ""."""
         return ""
 
     @staticmethod
     @abstractmethod
-    def first(group: Group) -> Numbers:
-        """Returns the numbers before the first step of a parameter of ``group``."""
+    def first(param_group: ParamGroup) -> Numbers:
+        """Returns the numbers before the first step of a parameter of ``param_group``."""
 
     @staticmethod
     @abstractmethod
-    def step(group: Group, step: int, numbers: Numbers) -> tuple[dict[str, float], Numbers]:
+    def step(
+        param_group: ParamGroup, step: int, numbers: Numbers
+    ) -> tuple[dict[str, float], Numbers]:
         """Returns the hyperparameters of a ``step``, counted from 1, and the numbers after it."""
 
 
@@ -41,13 +43,15 @@ class MuProduct(Counters):
     """NAdam's product of its momentum's factors."""
 
     @staticmethod
-    def first(group: Group) -> Numbers:
+    def first(param_group: ParamGroup) -> Numbers:
         return {"mu_product": _scalar(1.0)}
 
     @staticmethod
-    def step(group: Group, step: int, numbers: Numbers) -> tuple[dict[str, float], Numbers]:
-        decay = 0.96 ** (step * group["momentum_decay"])
-        product = numbers["mu_product"] * (group["betas"][0] * (1.0 - 0.5 * decay))
+    def step(
+        param_group: ParamGroup, step: int, numbers: Numbers
+    ) -> tuple[dict[str, float], Numbers]:
+        decay = 0.96 ** (step * param_group["momentum_decay"])
+        product = numbers["mu_product"] * (param_group["betas"][0] * (1.0 - 0.5 * decay))
         return {"mu_product": product.item()}, {"mu_product": product}
 
 
@@ -57,14 +61,16 @@ class StepSize(Counters):
     settings = ("alpha", "t0")
 
     @staticmethod
-    def first(group: Group) -> Numbers:
-        return {"eta": _scalar(float(group["lr"])), "mu": _scalar(1.0)}
+    def first(param_group: ParamGroup) -> Numbers:
+        return {"eta": _scalar(float(param_group["lr"])), "mu": _scalar(1.0)}
 
     @staticmethod
-    def step(group: Group, step: int, numbers: Numbers) -> tuple[dict[str, float], Numbers]:
-        lr = float(group["lr"])
-        eta = lr / ((1 + group["lambd"] * lr * step) ** group["alpha"])
-        after = {"eta": _scalar(eta), "mu": _scalar(1 / max(1, step - group["t0"]))}
+    def step(
+        param_group: ParamGroup, step: int, numbers: Numbers
+    ) -> tuple[dict[str, float], Numbers]:
+        lr = float(param_group["lr"])
+        eta = lr / ((1 + param_group["lambd"] * lr * step) ** param_group["alpha"])
+        after = {"eta": _scalar(eta), "mu": _scalar(1 / max(1, step - param_group["t0"]))}
         return {name: value.item() for name, value in numbers.items()}, after
 
 

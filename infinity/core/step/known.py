@@ -28,7 +28,7 @@ HOW = ("foreach", "fused")
 # Flags of a group: of no step, and of no rule
 NEVER_HONOURED = ("differentiable", "capturable")
 NOT_HONOURED = ("amsgrad", *NEVER_HONOURED, "caution", "cautious")
-Group = Mapping[str, Any]
+ParamGroup = Mapping[str, Any]
 Names = Mapping[torch.Tensor, Sequence[str]]
 NO_NAMES: Names = {}
 
@@ -102,12 +102,12 @@ class Known:
             return self.rule.name
         return self.kind if isinstance(self.kind, str) else path_of(self.kind)
 
-    def for_groups(self, groups: Iterable[Group]) -> Known:
-        """Returns how the class steps ``groups``: by another rule if one of them has a setting
-        that the rule does not have."""
-        groups = list(groups)
+    def for_groups(self, param_groups: Iterable[ParamGroup]) -> Known:
+        """Returns how the class steps ``param_groups``: by another rule if one of them has a
+        setting that the rule does not have."""
+        param_groups = list(param_groups)
         for name, rule in self.instead.items():
-            if any(group.get(name) for group in groups):
+            if any(param_group.get(name) for param_group in param_groups):
                 # Which of the two Adams it is, is said by the class, and is the same in all groups
                 flags = {key: of for key, of in self.flags.items() if of != "decoupled"}
                 always = ("decoupled",) if self.kind is torch.optim.AdamW else ()
@@ -122,26 +122,26 @@ class Known:
         of_counters = self.counters.settings if self.counters is not None else ()
         return {*self.settings, *self.flags, *of_counters}
 
-    def moments_of(self, groups: Iterable[Group]) -> dict[str, str]:
-        """Returns the moments of parameters in ``groups``: torch's name -> array."""
-        groups = list(groups)
+    def moments_of(self, param_groups: Iterable[ParamGroup]) -> dict[str, str]:
+        """Returns the moments of parameters in ``param_groups``: torch's name -> array."""
+        param_groups = list(param_groups)
         return {
             name: array
             for name, array in self.moments.items()
-            if any(self.has_moment(name, group) for group in groups)
+            if any(self.has_moment(name, param_group) for param_group in param_groups)
         }
 
     def added_arrays(
-        self, group: Group, moments: Mapping[str, str], config: Config
+        self, param_group: ParamGroup, moments: Mapping[str, str], config: Config
     ) -> dict[str, torch.dtype]:
-        """Returns the arrays that an added ``group`` gets, and their dtype: of all ``moments`` of
-        the optimizer, as parameters of groups that come later may share them. Raises ConfigError as
-        :meth:`arrays_of`."""
+        """Returns the arrays that an added ``param_group`` gets, and their dtype: of all
+        ``moments`` of the optimizer, as parameters of groups that come later may share them. Raises
+        ConfigError as :meth:`arrays_of`."""
         return self.arrays_of(moments, config)
 
-    def has_moment(self, name: str, group: Group) -> bool:
-        """Tells whether parameters of ``group`` have the moment of torch's ``name``."""
-        return (key := self.only_with.get(name)) is None or bool(group.get(key))
+    def has_moment(self, name: str, param_group: ParamGroup) -> bool:
+        """Tells whether parameters of ``param_group`` have the moment of torch's ``name``."""
+        return (key := self.only_with.get(name)) is None or bool(param_group.get(key))
 
     def arrays_of(
         self, moments: Mapping[str, str], config: Config, by_class: str | None = None
@@ -171,16 +171,16 @@ class Known:
         """Returns the class's ``state_dict`` with the moments beside a parameter's other state."""
         return state_dict
 
-    def set_on(self, hyper: native.Hyperparameters, group: Group) -> None:
-        """Sets the hyperparameters of ``group``."""
+    def set_on(self, hyper: native.Hyperparameters, param_group: ParamGroup) -> None:
+        """Sets the hyperparameters of ``param_group``."""
         for key, names in self.settings.items():
             if isinstance(names, str):
-                setattr(hyper, names, float(group.get(key, 0)))
+                setattr(hyper, names, float(param_group.get(key, 0)))
             else:
-                for name, value in zip(names, group[key]):
+                for name, value in zip(names, param_group[key]):
                     setattr(hyper, name, float(value))
         for key, name in self.flags.items():
-            setattr(hyper, name, bool(group.get(key, False)))
+            setattr(hyper, name, bool(param_group.get(key, False)))
         for name in self.always:
             setattr(hyper, name, True)
 
@@ -205,27 +205,31 @@ class Known:
 
     def check_shapes(
         self,
-        groups: Sequence[Group],
+        param_groups: Sequence[ParamGroup],
         is_moved: Callable[[torch.Tensor], bool],
         names: Names = NO_NAMES,
     ) -> None:
         """Raises ConfigError for parameters, by their ``names``, of shapes that it cannot step.
         ``is_moved``: whether the engine moves a parameter."""
 
-    def check_dtype(self, optimizer: Any, group: Group, dtype: torch.dtype, config: Config) -> None:
+    def check_dtype(
+        self, optimizer: Any, param_group: ParamGroup, dtype: torch.dtype, config: Config
+    ) -> None:
         """Raises ConfigError if parameters of ``dtype`` would be rounded as the class of
         ``optimizer`` does not."""
 
     def check_stream(self, ranks: int) -> None:
         """Raises UsageError if a unit cannot be stepped before all gradients are there."""
 
-    def checked(self, ours: Any, optimizer: Any, groups: Sequence[Group], where: str) -> Known:
-        """Returns how ``groups``, whose settings may have changed since the wrap, are stepped.
-        Raises UsageError, from ``where``, for what the parameters have no room for. ``ours``: the
-        optimizer that stands for the one ``optimizer``."""
+    def checked(
+        self, ours: Any, optimizer: Any, param_groups: Sequence[ParamGroup], where: str
+    ) -> Known:
+        """Returns how ``param_groups``, whose settings may have changed since the wrap, are
+        stepped. Raises UsageError, from ``where``, for what the parameters have no room for.
+        ``ours`` stands for the ``optimizer`` that was given."""
         return self
 
-    def stepper(self, step: Any, groups: Sequence[Group], method: str) -> Any:
+    def stepper(self, step: Any, param_groups: Sequence[ParamGroup], method: str) -> Any:
         """Makes what steps in place of a :class:`.stepper.Stepper`, with its interface, or runs a
         ``method`` of the class in place of ``step``; None: a kernel steps. ``step``: an
         :class:`.optimizer_step.OptimizerStep`."""

@@ -23,38 +23,39 @@ class Members:
         (:class:`~infinity.core.seams.OutsideSteps`)."""
         self._context, self._has_outside = context, has_outside
         self._params: list[list[torch.Tensor]] = []
-        self.group_of: dict[ParamHandle, int] = {}
+        self.group_index_of: dict[ParamHandle, int] = {}
         self._flat_params: set[FlatParam] = set()  # of those
 
-    def read(self, groups: list[dict[str, Any]]) -> None:
+    def read(self, param_groups: list[dict[str, Any]]) -> None:
         """Reads the groups. Raises UsageError, with nothing changed, for unknown parameters."""
-        lists = [group["params"] for group in groups]
+        lists = [group["params"] for group in param_groups]
         is_same = len(lists) == len(self._params) and all(
             len(now) == len(before) and all(map(is_, now, before))
             for now, before in zip(lists, self._params)
         )
         if is_same and all(map(self._context.steps_flat_param, self._flat_params)):
             return
-        group_of: dict[ParamHandle, int] = {}
+        group_index_of: dict[ParamHandle, int] = {}
         for index, params in enumerate(lists):
             for param in params:
                 if handle_of(param) is None and self._has_outside:
                     continue
                 handle = self._stepped(param, index)
-                if handle in group_of:
+                if handle in group_index_of:
                     raise UsageError(
-                        f"{handle.name} is in the optimizer's groups {group_of[handle]} and {index}"
-                        if group_of[handle] != index
+                        f"{handle.name} is in the optimizer's groups {group_index_of[handle]} and"
+                        f" {index}"
+                        if group_index_of[handle] != index
                         else f"{handle.name} is twice in the optimizer's group {index}"
                     )
-                group_of[handle] = index
-        self._params, self.group_of = [list(params) for params in lists], group_of
-        self._flat_params = {handle.flat_param for handle in group_of}
+                group_index_of[handle] = index
+        self._params, self.group_index_of = [list(params) for params in lists], group_index_of
+        self._flat_params = {handle.flat_param for handle in group_index_of}
 
     @property
     def are_consumed(self) -> bool:
         """Whether a step has used any of their gradients."""
-        return any(handle.grad.state is GradState.CONSUMED for handle in self.group_of)
+        return any(handle.grad.state is GradState.CONSUMED for handle in self.group_index_of)
 
     def check_unconsumed(self) -> None:
         """Raises UsageError if a step has used a gradient that was not changed since."""
@@ -72,7 +73,7 @@ class Members:
             self._context.gradients.reopen(handle)
 
     def _consumed(self) -> Iterator[ParamHandle]:
-        for handle in self.group_of:
+        for handle in self.group_index_of:
             if handle.grad.state is GradState.CONSUMED and not handle.has_raw_grad:
                 # An assigned tensor may have changed.
                 self._context.gradients.assigned.settle(handle)

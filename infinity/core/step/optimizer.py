@@ -140,7 +140,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         self.check_groups(self.param_groups, where)
         self._books.at_home.settle()
         if self._known.counters is not None:  # before anything changes
-            for handle, index in self._members.group_of.items():
+            for handle, index in self._members.group_index_of.items():
                 numbers_of(self._known.counters, self.param_groups[index], handle, self._books)
 
     @property
@@ -180,22 +180,22 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 then=then,
             )
 
-    def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
-        """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
+    def check_groups(self, param_groups: list[dict[str, Any]], where: str) -> None:
+        """Raises UsageError if ``param_groups``, from ``where``, need what the rule does not do."""
         try:
-            check_groups(self._known, groups, self.defaults, self._moments)
-            self._known.check_shapes(groups, lambda param: handle_of(param) is not None)
+            check_groups(self._known, param_groups, self.defaults, self._moments)
+            self._known.check_shapes(param_groups, lambda param: handle_of(param) is not None)
         except ConfigError as error:
             raise UsageError(f"{where}: {error}") from None
-        self._known = self._known.checked(self, self.wrapped, groups, where)
+        self._known = self._known.checked(self, self.wrapped, param_groups, where)
 
-    def check_saved_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raises UsageError if a checkpoint with ``groups`` cannot be loaded: by their settings, or
-        for a moment that it lacks."""
+    def check_saved_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        """Raises UsageError if a checkpoint with ``param_groups`` cannot be loaded: by their
+        settings, or for a moment that it lacks."""
         where = "this checkpoint"
-        self.check_groups(groups, where)
-        for index, both in enumerate(zip(self.param_groups, groups)):
-            ours, theirs = (self._known.moments_of([group]) for group in both)
+        self.check_groups(param_groups, where)
+        for index, both in enumerate(zip(self.param_groups, param_groups)):
+            ours, theirs = (self._known.moments_of([param_group]) for param_group in both)
             if lacking := [name for name in ours if name not in theirs]:
                 raise UsageError(
                     f"{where}: the settings of its group {index} have no {', '.join(lacking)},"
@@ -258,7 +258,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self.read_groups()
             context.gradients.average(context.steps_flat_param)
             total = context.gradients.values.total_norm(
-                float(norm_type), among=self._members.group_of
+                float(norm_type), among=self._members.group_index_of
             )
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(
@@ -295,7 +295,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
             managed: list[ParamHandle] = []  # cleared at once
             for param in [param for group in self.param_groups for param in group["params"]]:
                 handle = param.__dict__.get(HANDLE)
-                if set_to_none and handle in self._members.group_of and not handle.has_raw_grad:
+                if (
+                    set_to_none
+                    and handle in self._members.group_index_of
+                    and not handle.has_raw_grad
+                ):
                     managed.append(handle)
                 elif set_to_none:
                     param.grad = None
@@ -352,9 +356,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 )
             self.read_groups()
             state_dict = self._known.flat(state_dict)
-            groups = self._state.check(state_dict)
-            self.check_groups(groups, "load_state_dict()")
-            self._state.write(state_dict, groups, self._books)
+            param_groups = self._state.check(state_dict)
+            self.check_groups(param_groups, "load_state_dict()")
+            self._state.write(state_dict, param_groups, self._books)
             params = [param for group in self.param_groups for param in group["params"]]
             self._outside.load(self._state.by_number(state_dict), self.param_groups, params)
             for hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -26,12 +26,12 @@ from .spans import numbers_of
 from .step_inputs import StepInputs
 from .stepper import Stepper
 
-Groups = list[dict[str, Any]]
+ParamGroups = list[dict[str, Any]]
 
 
 class OptimizerStep:
     """Steps all units at once, or each one in the backward. Used from the thread that runs backward
-    or the step. ``groups``: the optimizer's param_groups, which users may replace."""
+    or the step. ``param_groups``: the optimizer's param_groups, which users may replace."""
 
     def __init__(
         self,
@@ -46,17 +46,17 @@ class OptimizerStep:
         self.optimizer, self.books = optimizer, books
         self.changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
 
-    def _stepper(self, groups: Groups, method: str = "step") -> Any:
-        """Makes what steps by ``groups``, or what runs a ``method`` of the class in their place."""
-        if (stepper := self._known.stepper(self, groups, method)) is not None:
+    def _stepper(self, param_groups: ParamGroups, method: str = "step") -> Any:
+        """Makes what steps by ``param_groups``, or what runs a ``method`` of the class."""
+        if (stepper := self._known.stepper(self, param_groups, method)) is not None:
             return stepper
-        group_of = self.members.group_of
-        return Stepper(self.context, self._known, groups, group_of, self.books)
+        group_index_of = self.members.group_index_of
+        return Stepper(self.context, self._known, param_groups, group_index_of, self.books)
 
     @torch.no_grad()
-    def switch(self, groups: Groups, method: str) -> None:
+    def switch(self, param_groups: ParamGroups, method: str) -> None:
         """Runs a method of the class that needs no gradient, on all parameters."""
-        context, stepper = self.context, self._stepper(groups, method)
+        context, stepper = self.context, self._stepper(param_groups, method)
         self.changed.clear()
         steps = [step for unit in context.units for step in stepper.plan_switch(unit)]
 
@@ -89,7 +89,7 @@ class OptimizerStep:
         for listener in context.events.step_begun:
             listener()
 
-    def make(self, groups: Groups, clip: float) -> None:
+    def make(self, param_groups: ParamGroups, clip: float) -> None:
         """Steps all units, after :meth:`prepare`. ``clip``: the factor of all gradients. It is a
         part of the plan and no change of the gradients, so an interrupted step can be repeated."""
         context, begun, units = self.context, self.context.steps.begun, self._in_order()
@@ -97,7 +97,7 @@ class OptimizerStep:
             context.updates.begin_step(units)
             self.changed.clear()
         version = context.steps.index if begun else context.steps.index + 1
-        stepper = self._stepper(groups)
+        stepper = self._stepper(param_groups)
         stepper.try_settings()
         with context.store.guard:
             # Tickets are watched in the order in which they are made: as gradients land.
@@ -108,7 +108,7 @@ class OptimizerStep:
             steps = [step for unit in units for step in planned[unit]]
             change = partial(self._finish, stepper, steps, version)
             try:
-                context.journal.carry_out(change, partial(self._meet, groups, clip))
+                context.journal.carry_out(change, partial(self._meet, param_groups, clip))
             except Exception:
                 # An error of the class's own code, whose cause may be a setting: no step is left.
                 if stepper.has_changed_nothing and context.collectives.ranks.alone:
@@ -130,7 +130,7 @@ class OptimizerStep:
             *(unit for unit in units if unit.index not in indices),
         ]
 
-    def _meet(self, groups: Groups, clip: float, then: Callable[[], None]) -> None:
+    def _meet(self, param_groups: ParamGroups, clip: float, then: Callable[[], None]) -> None:
         """Meets the other ranks, which step as soon as all are there. Differences raise before
         that."""
         context = self.context
@@ -140,10 +140,10 @@ class OptimizerStep:
         counters = []
         if (kind := self._known.counters) is not None:
             counters = [
-                numbers_of(kind, groups[index], handle, self.books)
-                for handle, index in self.members.group_of.items()
+                numbers_of(kind, param_groups[index], handle, self.books)
+                for handle, index in self.members.group_index_of.items()
             ]
-        inputs = StepInputs(context, groups, self.members.group_of, clip, counters)
+        inputs = StepInputs(context, param_groups, self.members.group_index_of, clip, counters)
         ranks = context.collectives.ranks
         meets_stages = ranks.pp_group is not None and not context.stages_differ()
         context.collectives.meet_for_step(
@@ -197,7 +197,7 @@ class OptimizerStep:
             context.steps.end_stream()
 
     @torch.no_grad()
-    def unit_landed(self, unit: ParamUnit, groups: Groups) -> None:
+    def unit_landed(self, unit: ParamUnit, param_groups: ParamGroups) -> None:
         """Steps a unit whose gradients have landed and which the backward has left. Not one with
         frozen parameters: the backward may still need them, and a unit's values change
         together."""
@@ -206,7 +206,7 @@ class OptimizerStep:
         if all(flat.spec.stepped for flat in unit.flat_params) and all(
             param.requires_grad for param in params
         ):
-            stepper = self._stepper(groups)
+            stepper = self._stepper(param_groups)
             context.journal.carry_out(
                 partial(stepper.carry_out, stepper.plan(unit, context.steps.index))
             )

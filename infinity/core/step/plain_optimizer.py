@@ -19,7 +19,7 @@ from ..params.state_entry import GONE
 
 logger = logging.getLogger(__name__)
 
-Groups = list[dict[str, Any]]
+ParamGroups = list[dict[str, Any]]
 
 
 class PlainOptimizer:
@@ -38,11 +38,11 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
-        self._groups: Groups = []
+        self._groups: ParamGroups = []
         self._replaced = {name: vars(optimizer).get(name) for name in self.REPLACED}
         self._hooks = {kind: getattr(optimizer, kind) for kind in self.HOOKS}
 
-    def share_groups(self, ours: Groups) -> Groups:
+    def share_groups(self, ours: ParamGroups) -> ParamGroups:
         """Returns the current list of groups, and sets it on the given optimizer: the list that was
         assigned last, to either optimizer."""
         self._groups = self.optimizer.param_groups if ours is self._groups else ours

@@ -155,11 +155,11 @@ def refuse_wrapper(optimizer: Any) -> None:
 
 def check_groups(
     known: Known,
-    groups: Iterable[Mapping[str, Any]],
+    param_groups: Iterable[Mapping[str, Any]],
     defaults: Iterable[str],
     moments: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises ConfigError if ``groups`` need what the kernels do not do for ``known``.
+    """Raises ConfigError if ``param_groups`` need what the kernels do not do for ``known``.
     ``moments``: those that the optimizer was wrapped with; None: it is wrapped now. ``defaults``:
     the settings of the optimizer's class. Any other key that is not a flag is the user's own, and
     is ignored."""
@@ -167,7 +167,7 @@ def check_groups(
     unknown = known.refused(defaults if known.kind is not None else ())
     needed = [name for name in known.settings if name not in OPTIONAL]
     needed += known.counters.settings if known.counters is not None else ()
-    for i, group in enumerate(groups):
+    for i, group in enumerate(param_groups):
         if missing := [name for name in needed if name not in group]:
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
         value = lr = group.get("lr")
@@ -233,9 +233,10 @@ def other_step(name: str, how: str, step: Callable) -> ConfigError:
     )
 
 
-def _adams(groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:
+def _adams(param_groups: Iterable[Mapping[str, Any]], base: type) -> native.Rule:
     decoupled = {
-        bool(group.get("decoupled_weight_decay", base is torch.optim.AdamW)) for group in groups
+        bool(group.get("decoupled_weight_decay", base is torch.optim.AdamW))
+        for group in param_groups
     }
     if len(decoupled) > 1:
         raise ConfigError(

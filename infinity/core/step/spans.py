@@ -31,11 +31,14 @@ def runs_of(spans: list[Span]) -> list[native.Run]:
 
 
 def numbers_of(
-    counters: type[Counters], group: Mapping[str, Any], handle: ParamHandle, books: OptimizerBooks
+    counters: type[Counters],
+    param_group: Mapping[str, Any],
+    handle: ParamHandle,
+    books: OptimizerBooks,
 ) -> Numbers:
     """Returns a parameter's counters before its next step. Raises UsageError if its state lacks
     one."""
-    numbers = counters.first(group)
+    numbers = counters.first(param_group)
     if not handle.has_state:
         return numbers
     values = books.own_of(handle.param)
@@ -47,9 +50,9 @@ def numbers_of(
     return {name: torch.as_tensor(values[name]) for name in numbers}
 
 
-def next_step(group: Mapping[str, Any]) -> int:
-    """Returns the number of the next step of ``group``, for classes that count in their groups."""
-    return int(group.get("step", 0)) + 1
+def next_step(param_group: Mapping[str, Any]) -> int:
+    """Returns the number of the next step of ``param_group``, for classes that count there."""
+    return int(param_group.get("step", 0)) + 1
 
 
 class Spans:
@@ -59,19 +62,19 @@ class Spans:
     def __init__(
         self,
         known: Known,
-        groups: list[dict[str, Any]],
-        group_of: Mapping[ParamHandle, int],
+        param_groups: list[dict[str, Any]],
+        group_index_of: Mapping[ParamHandle, int],
         books: OptimizerBooks,
     ):
-        self._known, self._groups, self._group_of = known, groups, group_of
+        self._known, self._param_groups, self._group_index_of = known, param_groups, group_index_of
         self._books = books
         self._counted: dict[ParamHandle, tuple[dict[str, float], Numbers]] = {}
         # Of the next step of each group, if the class counts there
-        self._numbers = [*map(next_step, groups)] if known.counts_in_groups else None
+        self._numbers = [*map(next_step, param_groups)] if known.counts_in_groups else None
 
     def stepped(self, flat_param: FlatParam) -> list[ParamHandle]:
         """Lists the parameters that have a landed gradient and are in a group."""
-        stepped = [handle for handle in flat_param.handles if handle in self._group_of]
+        stepped = [handle for handle in flat_param.handles if handle in self._group_index_of]
         return [handle for handle in stepped if handle.grad.state is GradState.LANDED]
 
     def of(self, flat_param: FlatParam, clip: float = 1.0) -> Iterator[Span]:
@@ -97,7 +100,7 @@ class Spans:
         counters: tuple[tuple[str, float], ...] = ()
         if self._known.counters is not None:
             counters = tuple(self.counted(handle)[0].items())
-        index, number = self._group_of[handle], handle.step + 1
+        index, number = self._group_index_of[handle], handle.step + 1
         if self._numbers is not None:
             number, counters = self._numbers[index], (*counters, ("fresh", not handle.has_state))
         return index, number, factors, counters
@@ -108,11 +111,11 @@ class Spans:
         if self._known.counters is None:
             return {}, {}
         if handle not in self._counted:
-            group_index = self._group_of[handle]
-            group = self._groups[group_index]
+            group_index = self._group_index_of[handle]
+            param_group = self._param_groups[group_index]
             number = handle.step + 1 if self._numbers is None else self._numbers[group_index]
-            numbers = numbers_of(self._known.counters, group, handle, self._books)
-            self._counted[handle] = self._known.counters.step(group, number, numbers)
+            numbers = numbers_of(self._known.counters, param_group, handle, self._books)
+            self._counted[handle] = self._known.counters.step(param_group, number, numbers)
         return self._counted[handle]
 
     def hyperparameters(
@@ -124,7 +127,7 @@ class Spans:
     ) -> native.Hyperparameters:
         """Makes the hyperparameters of a :attr:`Key`."""
         hyper = native.Hyperparameters()
-        self._known.set_on(hyper, self._groups[group_index])
+        self._known.set_on(hyper, self._param_groups[group_index])
         for name, value in counters:
             setattr(hyper, name, value)
         hyper.step = step

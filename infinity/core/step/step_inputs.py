@@ -35,11 +35,11 @@ REMEDIES = {
 }
 
 
-def settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def settings_of(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the groups' hyperparameters in a form that compares equal across ranks."""
     return [
-        {key: _plainly(value) for key, value in group.items() if key not in OF_PARAMETERS}
-        for group in groups
+        {key: _plainly(value) for key, value in param_group.items() if key not in OF_PARAMETERS}
+        for param_group in param_groups
     ]
 
 
@@ -63,15 +63,15 @@ class StepInputs:
     def __init__(
         self,
         context: StepContext,
-        groups: list[dict[str, Any]],
-        group_of: Mapping[ParamHandle, int],
+        param_groups: list[dict[str, Any]],
+        group_index_of: Mapping[ParamHandle, int],
         clip: float,
         counters: Sequence[Mapping[str, torch.Tensor]] = (),
     ):
-        self._context, self._group_of, self._clip = context, group_of, clip
+        self._context, self._group_index_of, self._clip = context, group_index_of, clip
         self._counters = [{name: float(value) for name, value in of.items()} for of in counters]
-        self._settings = settings_of(groups)
-        rates = (group_index.get("lr") for group_index in groups)  # Adafactor's may be None
+        self._settings = settings_of(param_groups)
+        rates = (group_index.get("lr") for group_index in param_groups)  # Adafactor's may be None
         self._rates = ", ".join("its own" if lr is None else f"{float(lr):g}" for lr in rates)
 
     @property
@@ -81,7 +81,12 @@ class StepInputs:
         inputs: list = [self._clip, *self._settings, edits, *self._counters]
         for handle in self._context.trained:
             inputs.append(
-                (handle.step, handle.grad.state.name, handle.grad.edits, self._group_of.get(handle))
+                (
+                    handle.step,
+                    handle.grad.state.name,
+                    handle.grad.edits,
+                    self._group_index_of.get(handle),
+                )
             )
         return self._said(inputs)
 
@@ -120,9 +125,10 @@ class StepInputs:
         # A unit stepped in the backward has CONSUMED gradients. Zeros of zero_grad() have no
         # backward.
         has_gradients = any(
-            handle.grad.state in (GradState.LANDED, GradState.CONSUMED) for handle in self._group_of
+            handle.grad.state in (GradState.LANDED, GradState.CONSUMED)
+            for handle in self._group_index_of
         )
-        trains = has_gradients or any(handle.param.requires_grad for handle in self._group_of)
+        trains = has_gradients or any(handle.param.requires_grad for handle in self._group_index_of)
         of_gradients = has_gradients, context.steps.backwards > 0
         tied = [handle for handle in context.trained if handle.is_tied]
         return {
@@ -134,7 +140,7 @@ class StepInputs:
         }
 
     def _of_tied(self, handle: ParamHandle) -> tuple:
-        group_index = self._group_of.get(handle)
+        group_index = self._group_index_of.get(handle)
         of_gradient = handle.grad.state.name, handle.grad.edits, handle.grad.own_edits
         of_group = self._settings[group_index] if group_index is not None else None
         return (

@@ -57,14 +57,14 @@ class Stepper:
         self,
         context: StepContext,
         known: Known,
-        groups: list[dict[str, Any]],
-        group_of: Mapping[ParamHandle, int],
+        param_groups: list[dict[str, Any]],
+        group_index_of: Mapping[ParamHandle, int],
         books: OptimizerBooks,
     ):
         self._context, self._known, self._books = context, known, books
-        self._spans = Spans(known, groups, group_of, books)
-        counted = groups if known.counts_in_groups else ()
-        self._numbers = [(group, next_step(group)) for group in counted]
+        self._spans = Spans(known, param_groups, group_index_of, books)
+        counted = param_groups if known.counts_in_groups else ()
+        self._numbers = [(param_group, next_step(param_group)) for param_group in counted]
 
     def try_settings(self) -> None:
         """Raises for settings with which a step would fail, before anything is planned: none."""
@@ -146,8 +146,8 @@ class Stepper:
 
     def finish(self) -> None:
         """Sets the step counts of groups, if the class counts there. Idempotent."""
-        for group, number in self._numbers:
-            group["step"] = number
+        for param_group, number in self._numbers:
+            param_group["step"] = number
 
     def _plan_rows(self, step: FlatParamStep, after: list[native.Ticket], clip: float) -> None:
         """Plans a step by rows: an update of those that have a gradient, with what they have

@@ -56,7 +56,7 @@ class ClassStepper:
     """Steps units by the class of the optimizer that was ``given``. Has the interface of
     :class:`.stepper.Stepper`, and is used from the same thread.
 
-    ``group_of``: the parameters to step, each with the index of its group.
+    ``group_index_of``: the parameters to step, each with the index of its group.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ClassStepper:
         context: StepContext,
         known: Known,
         groups: list[dict[str, Any]],
-        group_of: Mapping[ParamHandle, int],
+        group_index_of: Mapping[ParamHandle, int],
         given: torch.optim.Optimizer,
         books: OptimizerBooks,
         changed: dict[int, dict[str, Any]],
@@ -73,7 +73,7 @@ class ClassStepper:
         """``changed``: filled with the settings that the class changes, by group. They are set when
         all parameters are stepped. ``method``: of the class."""
         self._context, self._known, self._groups = context, known, groups
-        self._group_of, self._given, self._books = group_of, given, books
+        self._group_index_of, self._given, self._books = group_index_of, given, books
         self._changed, self._method = changed, method
         self._moments = books.at_home.moments
         measures = known.measured is not None and method == "step"
@@ -105,7 +105,7 @@ class ClassStepper:
         self._context.release([unit])
         steps, index = [], self._context.steps.index
         for flat_param in unit.flat_params:
-            handles = [handle for handle in flat_param.handles if handle in self._group_of]
+            handles = [handle for handle in flat_param.handles if handle in self._group_index_of]
             segments = segments_of(
                 handles, [each.step for each in handles], self._known.needs.numel
             )
@@ -154,7 +154,7 @@ class ClassStepper:
     def _cost(self, handle: ParamHandle) -> int:
         """Estimates the cost of a parameter's step."""
         shape = handle.flat_param.layout.placements[handle.index].shape
-        group = self._groups[self._group_of[handle]]
+        group = self._groups[self._group_index_of[handle]]
         if self._known.splits:
             return multiplications(shape, group.get(SPLIT))
         is_flat = group.get("use_muon") and len(shape) > 1  # of another library
@@ -194,7 +194,7 @@ class ClassStepper:
         stepped = zip(segment.handles, segment.numbers, segment.results) if segment.is_last else ()
         for handle, number, result in stepped:
             self._books.put_own(handle.param, result.own)
-            self._changed[self._group_of[handle]] = result.changed
+            self._changed[self._group_index_of[handle]] = result.changed
             handle.step = number
             handle.changed()
             if self._method == "step":
@@ -234,7 +234,7 @@ class ClassStepper:
             self._groups[index].update(changed)
 
     def _is_stepped(self, handle: ParamHandle) -> bool:
-        return has_landed(handle) and handle in self._group_of
+        return has_landed(handle) and handle in self._group_index_of
 
     def _read(self, segment: Segment) -> list[Inputs]:
         """Reads what a segment is stepped from, when its gradients are at home."""
@@ -315,7 +315,7 @@ class ClassStepper:
         if handle.has_state or not self._moments_of(handle):
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
-        index = self._group_of[handle]
+        index = self._group_index_of[handle]
         if self._known.splits:
             stepped, changed = matrix_step(self._given, self._settings(index), param, state)
         else:

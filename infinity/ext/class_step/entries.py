@@ -15,7 +15,7 @@ from ...core.machine.device import Device
 from ...core.machine.tiers import Tier
 from ...core.plan.unit_sizes import FlatParamSize, UnitSize
 from ...core.seams import Extension, Term
-from ...core.step.known import NEVER_HONOURED, NO_NAMES, Group, Known, Names, path_of
+from ...core.step.known import NEVER_HONOURED, NO_NAMES, Known, Names, ParamGroup, path_of
 from ...core.step.optimizer_step import OptimizerStep
 from ...core.units.forms import is_plain
 from ...errors import ConfigError, UsageError
@@ -73,7 +73,7 @@ class Elsewhere(Known):
         return self.by_param.get(param)
 
     def added_arrays(
-        self, group: Group, moments: Mapping[str, str], config: Config
+        self, group: ParamGroup, moments: Mapping[str, str], config: Config
     ) -> dict[str, torch.dtype]:
         """Returns the arrays as :meth:`.Known.added_arrays`, in fp32 if the class chooses a dtype
         for each parameter."""
@@ -90,7 +90,11 @@ class Elsewhere(Known):
         return state_dict | {"state": state}
 
     def check_dtype(
-        self, optimizer: torch.optim.Optimizer, group: Group, dtype: torch.dtype, config: Config
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: ParamGroup,
+        dtype: torch.dtype,
+        config: Config,
     ) -> None:
         """Raises ConfigError if a parameter of ``dtype`` in ``group`` has a master by ``config``
         that the class does not have, or the class rounds it in a way that is not done here."""
@@ -109,7 +113,7 @@ class Elsewhere(Known):
                 " nothing is rounded away"
             )
 
-    def checked(self, ours: Any, given: Any, groups: Sequence[Group], where: str) -> Known:
+    def checked(self, ours: Any, given: Any, groups: Sequence[ParamGroup], where: str) -> Known:
         """Raises UsageError for settings with which the class steps by its own code, for a switch
         of ``ours`` or ``given`` that is not as it was at the wrap, and for another dtype of a
         parameter's moments."""
@@ -168,20 +172,20 @@ class OwnCode(Elsewhere):
     def needs(self) -> Any:
         return self.costs._replace(numel=EVERY if self.whole else PIECE)
 
-    def has_moment(self, name: str, group: Group) -> bool:
+    def has_moment(self, name: str, group: ParamGroup) -> bool:
         return name in self.tried.get(switches(group), self.moments)
 
     def refused(self, settings: Iterable[str]) -> list[str]:
         return list(NEVER_HONOURED)
 
     def added_arrays(
-        self, group: Group, moments: Mapping[str, str], config: Config
+        self, group: ParamGroup, moments: Mapping[str, str], config: Config
     ) -> dict[str, torch.dtype]:
         return super().added_arrays(group, self.moments_of([group]), config)
 
     def check_shapes(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParamGroup],
         is_moved: Callable[[torch.Tensor], bool],
         names: Names = NO_NAMES,
     ) -> None:
@@ -208,14 +212,14 @@ class OwnCode(Elsewhere):
                 " parameters, for which the ranks meet after the backward. Call step() after it."
             )
 
-    def checked(self, ours: Any, given: Any, groups: Sequence[Group], where: str) -> Known:
+    def checked(self, ours: Any, given: Any, groups: Sequence[ParamGroup], where: str) -> Known:
         """Returns this with the trial of settings that are switched on or off since the last one.
         Raises UsageError as :func:`.class_trial.check_again` does."""
         super().checked(ours, given, groups, where)
         return check_again(self, given, groups, where)
 
     def stepper(self, step: OptimizerStep, groups: Any, method: str) -> ClassStepper:
-        parts = step.context, self, groups, step.members.group_of
+        parts = step.context, self, groups, step.members.group_index_of
         return ClassStepper(*parts, step.optimizer, step.books, step.changed, method)
 
 

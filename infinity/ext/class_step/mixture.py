@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ...core.step.counters import Counters, Group, Numbers
+from ...core.step.counters import Counters, Numbers, ParamGroup
 
 
 class Mixture(Counters):
@@ -14,7 +14,7 @@ class Mixture(Counters):
     settings = ("alpha", "t_alpha_beta3")
 
     @staticmethod
-    def unusable(group: Group) -> str:
+    def unusable(group: ParamGroup) -> str:
         steps, betas = group["t_alpha_beta3"], group["betas"]
         if steps is None or (steps > 0 and betas[0] > 0 and betas[2] > 0):
             return ""
@@ -24,11 +24,11 @@ class Mixture(Counters):
         )
 
     @staticmethod
-    def first(group: Group) -> Numbers:
+    def first(group: ParamGroup) -> Numbers:
         return {}
 
     @staticmethod
-    def step(group: Group, step: int, numbers: Numbers) -> tuple[dict[str, float], Numbers]:
+    def step(group: ParamGroup, step: int, numbers: Numbers) -> tuple[dict[str, float], Numbers]:
         beta1, _, beta3 = map(float, group["betas"])
         alpha, steps = float(group["alpha"]), group["t_alpha_beta3"]
         if steps is None:

@@ -102,7 +102,7 @@ class Between:
         group = gloo_group(
             self._members, f"between stages of wrap {self._ranks.wrap}, number {self._number}"
         )
-        self._ranks.own_groups.append(group)
+        self._ranks.process_groups.append(group)
         return group
 
     def _close(self) -> None:
@@ -117,8 +117,8 @@ def close(groups: list[dist.ProcessGroup | None], ranks: ParallelDims) -> None:
     last references to them."""
     while groups:
         group = groups.pop()
-        if group in ranks.own_groups:
-            ranks.own_groups.remove(group)
+        if group in ranks.process_groups:
+            ranks.process_groups.remove(group)
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError, AssertionError, AttributeError):
                 dist.destroy_process_group(group)

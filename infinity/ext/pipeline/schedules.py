@@ -165,7 +165,7 @@ class _OwnGroup:
             members = dist.get_process_group_ranks(group)
             what = f"attached stages of wrap {ranks.wrap}, number {number}"
             self._own.append(gloo_group(members, what))
-            ranks.own_groups.append(self._own[0])
+            ranks.process_groups.append(self._own[0])
         for stage in self._stages:
             stage.group = self._own[0]
         try:

@@ -21,7 +21,7 @@ def test_each_parameter_has_the_group_that_it_is_in():
     first, second, third, *_ = job.handles
     found = members(job)
     found.read([{"params": [second.param]}, {"params": []}, {"params": [third.param, first.param]}])
-    assert found.group_of == {second: 0, third: 2, first: 2}
+    assert found.group_index_of == {second: 0, third: 2, first: 2}
 
 
 @pytest.mark.parametrize("how", ["in place", "another list", "another group"])
@@ -37,10 +37,10 @@ def test_a_change_of_the_groups_is_seen_at_the_next_read(how):
         groups[0]["params"] = [first.param, second.param]
     else:
         groups.insert(0, {"params": [second.param]})
-    assert found.group_of == {first: 0}
+    assert found.group_index_of == {first: 0}
     found.read(groups)
     assert (
-        found.group_of
+        found.group_index_of
         == {
             "in place": {second: 0},
             "another list": {first: 0, second: 0},
@@ -55,7 +55,7 @@ def test_a_parameter_that_moves_between_groups_moves():
     found = members(job)
     found.read([{"params": [first.param]}, {"params": [second.param]}])
     found.read([{"params": [second.param]}, {"params": [first.param]}])
-    assert found.group_of == {second: 0, first: 1}
+    assert found.group_index_of == {second: 0, first: 1}
 
 
 def refused(job: AtHome, groups: list[dict], message: str) -> None:
@@ -66,7 +66,7 @@ def refused(job: AtHome, groups: list[dict], message: str) -> None:
     for _ in range(2):
         with pytest.raises(UsageError, match=message):
             found.read(groups)
-        assert found.group_of == {first: 0}
+        assert found.group_index_of == {first: 0}
 
 
 def test_a_parameter_in_two_groups_or_twice_in_one_is_refused():
@@ -91,7 +91,7 @@ def test_a_tensor_that_is_not_at_home_with_this_optimizer_is_refused():
     )
     found = members(job)
     found.read([{"params": [first, Small().layers[0].weight]}])
-    assert list(found.group_of) == job.handles[:1]
+    assert list(found.group_index_of) == job.handles[:1]
     members(other).read([{"params": [other.handles[0].param]}])
 
 

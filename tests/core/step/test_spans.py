@@ -25,8 +25,8 @@ def job(make=lambda p: optim.SGD(p, lr=0.5)):
 
 
 def spans_of(optimizer, flat_param, groups, rule=native.Rule.SGD, clip: float = 1.0):
-    group_of = dict(zip(flat_param.handles, groups))
-    spans = Spans(KNOWN[rule], optimizer.param_groups, group_of, optimizer.state)
+    group_index_of = dict(zip(flat_param.handles, groups))
+    spans = Spans(KNOWN[rule], optimizer.param_groups, group_index_of, optimizer.state)
     return list(spans.of(flat_param, clip))
 
 

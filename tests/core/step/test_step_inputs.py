@@ -22,10 +22,10 @@ def inputs(job: AtHome, clip: float = 1.0, without: int = 6, **context) -> StepI
     members = Members(made)
     members.read(job.optimizer.param_groups)
     numbered = enumerate(job.handles)
-    group_of = {
-        handle: members.group_of[handle] for number, handle in numbered if number != without
+    group_index_of = {
+        handle: members.group_index_of[handle] for number, handle in numbered if number != without
     }
-    return StepInputs(made, job.optimizer.param_groups, group_of, clip)
+    return StepInputs(made, job.optimizer.param_groups, group_index_of, clip)
 
 
 def landed(**changes) -> AtHome:

@@ -37,7 +37,7 @@ def make(owner: Owner, monkeypatch: Any, *, is_host: bool = True) -> tuple[Betwe
     monkeypatch.setattr(between.dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(between.dist, "destroy_process_group", lambda group: None)
     engine = SimpleNamespace(
-        ranks=SimpleNamespace(wrap=0, own_groups=[]), device=SimpleNamespace(is_host=is_host)
+        ranks=SimpleNamespace(wrap=0, process_groups=[]), device=SimpleNamespace(is_host=is_host)
     )
     return Between(engine, SimpleNamespace(get_group=lambda: "the mesh's"), owner.forget), made
 
