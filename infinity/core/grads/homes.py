@@ -74,7 +74,7 @@ class GradHomes:
         low, high = flat_param.layout.own_part("grad", handle.index)
         low, high = max(low, offset + begin), high if end is None else min(high, offset + end)
         high = max(low, high)
-        first = flat_param.layout.own("grad")[0]
+        first = flat_param.layout.home_range("grad")[0]
         if not self.are_in_pieces(flat_param):
             home = self.flat(flat_param, write=write, wait=True)
             yield low - offset, home[low - first : high - first]
@@ -112,7 +112,7 @@ class GradHomes:
     ) -> torch.Tensor:
         """Returns elements of the whole flat gradient at home; copies of them if they pass in
         pieces, which are not to be written."""
-        first = flat_param.layout.own("grad")[0]
+        first = flat_param.layout.home_range("grad")[0]
         if self.are_in_pieces(flat_param):
             if write:
                 raise InternalError(f"the gradient of {flat_param.names[0]} is not there whole")

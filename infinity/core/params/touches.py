@@ -50,7 +50,7 @@ class Touches:
 
     def __init__(self, job: Job, refuse: Callable[[ParamHandle, str], UsageError]):
         self.job, self._refuse = job, refuse
-        self._cost, self._has_told = Cost(job.steps.index), False
+        self._cost, self._has_warned = Cost(job.steps.index), False
         self._last = -1  # index of the unit that was brought last
 
     @contextmanager
@@ -114,8 +114,8 @@ class Touches:
         first step with any, once it is over."""
         cost = self._cost
         if cost.step != self.job.steps.index:
-            if cost.nbytes and not self._has_told:
-                self._has_told = True
+            if cost.nbytes and not self._has_warned:
+                self._has_warned = True
                 logger.info("%s", cost)
             self._cost = cost = Cost(self.job.steps.index)
         cost.count += 1

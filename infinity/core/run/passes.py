@@ -47,7 +47,7 @@ class Passes:
         self._lone_hooks = saving_hooks(None, job.storages, weakref.ref(backward))
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
-        self._has_told = False  # of autocast's copies
+        self._has_warned = False  # of autocast's copies
 
     @property
     def computing(self) -> bool:
@@ -177,8 +177,8 @@ class Passes:
             flats = [flat for flat in flat_params_of(job.units) if flat.homes.spec.stepped]
             drop_raw_grads([param for flat in flats for param in flat.params])
             job.gradients.assigned.let_go_unheld()
-            if not self._has_told and self._casts:
-                self._has_told = True
+            if not self._has_warned and self._casts:
+                self._has_warned = True
                 _tell_of_autocast(job)
         job.schedule.begin(self._pass.kind if training else "infer")
         job.prefetcher.begin_pass(training=training)

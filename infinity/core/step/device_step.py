@@ -158,8 +158,8 @@ class DeviceStepper:
     ) -> Event:
         def part(name: str) -> torch.Tensor:
             block = block_numel(name)
-            flat_layout = flat_param.layout  # under ZeRO-1 the gradient is whole
-            before = flat_layout.own_shard[0] - flat_layout.own(name)[0] if name == "grad" else 0
+            flat = flat_param.layout  # under ZeRO-1 the gradient is whole
+            before = flat.own_shard[0] - flat.home_range(name)[0] if name == "grad" else 0
             return arrays[name].flat[before + begin // block : before - (-end // block)]
 
         runs = [native.Run(*span) for span in spans]

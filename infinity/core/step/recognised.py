@@ -69,10 +69,10 @@ class Optimizers:
 
     def results(self, stepping: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Returns the replacement of each given optimizer: one of ``stepping``, or itself."""
-        of_given = {
+        of_optimizer = {
             id(known.optimizer): result for known, result in zip(self._all, stepping, strict=True)
         }
-        return [of_given.get(id(given), given) for given in self._given]
+        return [of_optimizer.get(id(given), given) for given in self._given]
 
     def __iter__(self) -> Iterator[Recognised]:
         return iter(self._all)

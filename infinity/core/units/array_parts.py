@@ -35,9 +35,9 @@ class ArrayParts:
         wanted = [name for name in names if name in arrays] if ranks.size > 1 else []
         try:
             for name in wanted:
-                pieces = [self._layout.own(name, rank) for rank in range(ranks.size)]
+                pieces = [self._layout.home_range(name, rank) for rank in range(ranks.size)]
                 out = torch.empty(pieces[-1][1], dtype=arrays[name].dtype, device="cpu")
-                first, last = self._layout.own(name)
+                first, last = self._layout.home_range(name)
                 out[first:last] = store.read(arrays[name], 0, last - first)
                 self._collectives.assemble(
                     out, f"reading {name} of {self._names[0]} and its unit", pieces
@@ -65,7 +65,7 @@ class ArrayParts:
             out[low:high] = store.read(array, *layout.part_at_home(name, index))
         pieces = []
         for rank in range(self._ranks.size):
-            low, high = layout.own(name, rank)
+            low, high = layout.home_range(name, rank)
             low, high = max(begin, low), min(end, high)
             pieces.append((low - begin, max(low, high) - begin))
         self._collectives.assemble(out, f"reading {name} of {self._names[index]}", pieces)
@@ -89,6 +89,6 @@ class ArrayParts:
         low, high = self._layout.own_part(name, index)
         low, high = max(low, begin), min(high, begin + part.numel())
         if low < high:
-            here, first = part[low - begin : high - begin], self._layout.own(name)[0]
+            here, first = part[low - begin : high - begin], self._layout.home_range(name)[0]
             array = self._homes.arrays[name]
             store.write(array, low - first, here, version=version, stable=stable)

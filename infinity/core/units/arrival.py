@@ -230,7 +230,7 @@ class Arrival:
                     _bring(store, weight, begin, flat[begin:end])
         else:
             for flat_param, weight, flat in zip(self._flat_params, weights, flats):
-                begin, end = flat_param.layout.own("weight")
+                begin, end = flat_param.layout.home_range("weight")
                 # Makes no view if this rank has all of it: units can be many and small.
                 shard = flat if end - begin == flat.numel() else flat[begin:end]
                 _bring(store, weight, 0, shard)

@@ -41,7 +41,7 @@ class DeviceBuffer:
     """The device memory of one flat param. ``flat`` is the whole of it, and stays the same object.
     Properties of its storage are read only while that is accessible."""
 
-    _has_told = False  # whether the warning about left memory was logged
+    _has_warned = False  # whether the warning about left memory was logged
 
     def __init__(self, flat_param: FlatParam, flat: torch.Tensor, device: Device):
         self.flat_param, self.flat, self._device = flat_param, flat, device
@@ -147,8 +147,8 @@ class DeviceBuffer:
         if storage.nbytes() and self._left_print is None:
             self._left_print = fingerprint(self.flat)
             # An exception holds the weights of its frames: nobody has to change anything.
-            if not (DeviceBuffer._has_told or sys.exc_info()[0]):
-                DeviceBuffer._has_told = True
+            if not (DeviceBuffer._has_warned or sys.exc_info()[0]):
+                DeviceBuffer._has_warned = True
                 logger.warning(
                     "%s of weights (%s, ...) stay in memory after their forward, beside the budget:"
                     " an array of NumPy, an export by DLPack or a view of a weight outside of it"

@@ -113,7 +113,7 @@ class FlatLayout:
         """The elements of each parameter in this rank's shard."""
         return [self.shard_part(index) for index in range(len(self.placements))]
 
-    def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
+    def home_range(self, name: str, rank: int | None = None) -> tuple[int, int]:
         """Returns the elements of the whole array ``name`` at home here (or on ``rank``)."""
         if name == "grad" and self.ranks.keeps_gradients:
             return 0, self.numel
@@ -128,14 +128,14 @@ class FlatLayout:
 
     def own_part(self, name: str, index: int) -> tuple[int, int]:
         """Returns the elements, maybe none, of :meth:`part` that are at home here."""
-        (begin, end), (low, high) = self.part(name, index), self.own(name)
+        (begin, end), (low, high) = self.part(name, index), self.home_range(name)
         begin, end = max(begin, low), min(end, high)
         return begin, max(begin, end)
 
     def part_at_home(self, name: str, index: int) -> tuple[int, int]:
         """Returns :meth:`own_part` in elements of the array at home."""
         begin, end = self.own_part(name, index)
-        first = self.own(name)[0]
+        first = self.home_range(name)[0]
         return begin - first, end - first
 
     def part_of_param(self, name: str, index: int) -> tuple[int, int]:

@@ -183,7 +183,7 @@ class FlatParam:
                 offset + begin,
                 min(offset + begin + ENCODED_AT_ONCE, offset + flat.numel()),
             )
-            low, high = self.layout.own("weight")
+            low, high = self.layout.home_range("weight")
             if (first := max(first, low)) < (last := min(last, high)):
                 values = flat[first - offset : last - offset]
                 for name, part in (

@@ -131,7 +131,7 @@ class HomeArrays:
         row = self.layout.ranks.shard_group
         peer_memory = row.peer_memory if row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
-            begin, end = self.layout.own(name)
+            begin, end = self.layout.home_range(name)
             is_peer_read = peer_memory is not None and name == "weight"
             allocate = partial(
                 store.allocator.allocate,

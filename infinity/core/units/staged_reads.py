@@ -127,7 +127,10 @@ class StagedReads:
             (min(start, self.times[0]), max(end, self.times[1])) if self.times else (start, end)
         )
         source = piece.read.values(flat_param.spec.dtype)
-        first = flat_param.layout.own("weight")[0] + piece.begin // flat_param.spec.dtype.itemsize
+        first = (
+            flat_param.layout.home_range("weight")[0]
+            + piece.begin // flat_param.spec.dtype.itemsize
+        )
         flat[first : first + source.numel()].copy_(source, non_blocking=True)
 
     def release(self) -> None:

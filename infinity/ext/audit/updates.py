@@ -228,7 +228,7 @@ class Updates:
 def span_of(flat_param: Any, name: str, piece: Piece) -> tuple[int, int]:
     """Returns the elements of array ``name`` at home that ``piece`` of the shard has."""
     each, layout = block_numel(name), flat_param.layout
-    first = layout.own_shard[0] - layout.own(name)[0] if name == "grad" else 0
+    first = layout.own_shard[0] - layout.home_range(name)[0] if name == "grad" else 0
     return first + piece.begin // each, first - (-piece.end // each)
 
 

@@ -258,7 +258,7 @@ def allocate_missing(
     try:
         for name, dtype in spec.array_dtypes().items():
             if name not in homes.arrays or homes.arrays[name].dtype != dtype:
-                begin, end = homes.layout.own(name)
+                begin, end = homes.layout.home_range(name)
                 made[name] = store.allocator.allocate_later(
                     tiers[name], dtype, end - begin, f"{name} of {what}"
                 )

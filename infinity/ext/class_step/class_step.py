@@ -283,7 +283,7 @@ class ClassStepper:
             begin, _ = layout.part_at_home("weight", index)
             inputs = [elements(begin)]
             if self._method == "step":
-                grad = read("grad", layout.shard_part(index)[0] - layout.own("grad")[0])
+                grad = read("grad", layout.shard_part(index)[0] - layout.home_range("grad")[0])
                 inputs.append(
                     _multiplied(grad, flat_param.spec.grad_dtype, handle, segment.step.clip)
                 )

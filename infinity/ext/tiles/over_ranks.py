@@ -24,7 +24,7 @@ def owners(flat_param: FlatParam, begin: int, end: int) -> list[tuple[int, int]]
     """Returns each rank's part of the elements ``begin`` to ``end``, counted from ``begin``."""
     parts = []
     for rank in range(flat_param.ranks.size):
-        low, high = flat_param.layout.own("weight", rank)
+        low, high = flat_param.layout.home_range("weight", rank)
         low, high = max(begin, low), min(end, high)
         parts.append((low - begin, max(low, high) - begin))
     return parts
@@ -35,7 +35,10 @@ def fetch(
 ) -> None:
     """Fills flat ``out`` with the weight's elements ``begin`` to ``end``. Every rank calls this.
     Blocks on the disk, and on other ranks."""
-    pieces, first = owners(flat_param, begin, end), begin - flat_param.layout.own("weight")[0]
+    pieces, first = (
+        owners(flat_param, begin, end),
+        begin - flat_param.layout.home_range("weight")[0],
+    )
     low, high = pieces[flat_param.ranks.rank]
     if low < high:
         store.read(flat_param.weight, first + low, first + high, out=out[low:high])

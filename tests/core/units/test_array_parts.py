@@ -37,7 +37,7 @@ class Case:
         self.homes, self.arrays = self.flat_param.homes, self.flat_param.arrays
         self.parts = ArrayParts(self.homes, self.told, ["a", "b", "c"])
         for name, array in self.arrays.items():
-            begin, end = self.flat_param.layout.own(name)
+            begin, end = self.flat_param.layout.home_range(name)
             array.flat.copy_(whole(name)[begin:end])
             self.told.wholes[f"reading {name} of a and its unit"] = whole(name)
             for param, (begin, end) in zip("abc", SCALES if "scale" in name else PARTS):
@@ -174,7 +174,7 @@ def test_a_part_is_written_as_far_as_it_is_at_home_here(rank, size):
         expected = whole("weight")
         expected[begin:end] = torch.arange(float(end - begin)) - 9000
         case.parts.write(case.store, "weight", index, expected[begin:end].clone(), version=4)
-        first, last = case.flat_param.layout.own("weight")
+        first, last = case.flat_param.layout.home_range("weight")
         assert torch.equal(case.arrays["weight"].flat, expected[first:last])
         case.arrays["weight"].flat.copy_(whole("weight")[first:last])
     assert len(case.store.writes) == (3 if size == 1 else 2)
@@ -198,7 +198,7 @@ def test_some_elements_of_a_part_are_written_from_where_they_begin(rank, begin, 
     case.parts.write(case.store, "weight", 1, values, version=1, begin=begin, stable=True)
     expected = whole("weight")
     expected[128 + begin : 128 + begin + numel] = values
-    first, last = case.flat_param.layout.own("weight")
+    first, last = case.flat_param.layout.home_range("weight")
     assert torch.equal(case.arrays["weight"].flat, expected[first:last])
     assert case.store.writes == ([Write("weight", *written, 1, True)] if written else [])
 

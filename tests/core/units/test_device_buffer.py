@@ -101,7 +101,7 @@ def places(buffer: DeviceBuffer) -> list[int]:
 @pytest.fixture
 def said(caplog, monkeypatch) -> pytest.LogCaptureFixture:
     """Has what is said, as in a new process."""
-    monkeypatch.setattr(DeviceBuffer, "_has_told", False)
+    monkeypatch.setattr(DeviceBuffer, "_has_warned", False)
     caplog.set_level(logging.WARNING)
     return caplog
 

@@ -70,18 +70,24 @@ def test_a_view_has_the_elements_of_its_place_and_shares_their_memory():
 def test_ranks_have_equal_slices_one_after_the_other():
     layouts = [FlatLayout.of([torch.ones(5000)], over(3, rank)) for rank in range(3)]
     assert [layout.own_shard for layout in layouts] == [(0, 4096), (4096, 8192), (8192, 12288)]
-    assert [layout.own("weight") for layout in layouts] == [each.own_shard for each in layouts]
+    assert [layout.home_range("weight") for layout in layouts] == [
+        each.own_shard for each in layouts
+    ]
     # A scale is for 64 elements.
-    assert [layout.own("exp_avg_scale") for layout in layouts] == [(0, 64), (64, 128), (128, 192)]
-    assert layouts[0].own("exp_avg_scale", rank=2) == (128, 192)
+    assert [layout.home_range("exp_avg_scale") for layout in layouts] == [
+        (0, 64),
+        (64, 128),
+        (128, 192),
+    ]
+    assert layouts[0].home_range("exp_avg_scale", rank=2) == (128, 192)
 
 
 def test_a_whole_gradient_is_at_home_if_ranks_keep_theirs_and_a_slice_if_not():
     """Twin: the weights are sharded either way."""
     for shard, grad in (("optimizer", (0, 8192)), ("gradients", (4096, 8192))):
         layout = FlatLayout.of([torch.ones(5000)], over(2, 1, shard=shard))
-        assert layout.own("grad") == grad
-        assert layout.own("weight") == (4096, 8192)
+        assert layout.home_range("grad") == grad
+        assert layout.home_range("weight") == (4096, 8192)
 
 
 def test_a_parameter_across_two_slices_has_a_part_on_each_and_none_elsewhere():

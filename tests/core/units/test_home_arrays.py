@@ -200,7 +200,7 @@ def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
     """Twin: what a rank has for itself is not."""
     layout = FlatLayout.of([torch.ones(2, 4)])
     row = SimpleNamespace(peer_memory=SimpleNamespace(make_region="shared"))
-    layout = SimpleNamespace(own=layout.own, ranks=SimpleNamespace(shard_group=row))
+    layout = SimpleNamespace(home_range=layout.home_range, ranks=SimpleNamespace(shard_group=row))
     home, store = HomeArrays(ADAM, layout, ["a.weight"]), Allocator()
     home.allocate(store, tiers(), "unit u", cached={"weight"})
     for array in home.arrays.values():

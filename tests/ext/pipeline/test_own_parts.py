@@ -25,7 +25,7 @@ def test_ones_own_part_is_what_is_at_home_here(rank, size):
     told, store, whole = Told(rank, size, "parameters"), MemoryStore(), torch.arange(8192.0)
     params = [torch.nn.Parameter(torch.zeros(n)) for n in LENGTHS]
     flat_param = give_arrays(FlatParam(CODED, params, told))
-    low, high = flat_param.layout.own("weight")
+    low, high = flat_param.layout.home_range("weight")
     flat_param.arrays["weight"].flat.copy_(whole[low:high])
     for index, (begin, end) in enumerate(PARTS):
         expected = whole[max(begin, low) : max(min(end, high), max(begin, low))]

@@ -107,6 +107,6 @@ class Counted:
 def give_arrays(flat_param: FlatParam, fill: int = 0) -> FlatParam:
     """Gives ``flat_param`` the arrays of its spec, of this rank's size and full of ``fill``."""
     for name, dtype in flat_param.spec.array_dtypes().items():
-        begin, end = flat_param.layout.own(name)
+        begin, end = flat_param.layout.home_range(name)
         flat_param.arrays[name] = MemoryArray(name, torch.full((end - begin,), fill, dtype=dtype))
     return flat_param
