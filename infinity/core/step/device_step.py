@@ -84,7 +84,7 @@ class DeviceStepper:
         self, flat_params: Sequence[FlatParam], waits: Sequence[float], processor_rate: float
     ) -> None:
         """Chooses which elements of ``flat_params``, which come in order of next use, the device
-        steps. ``waits``: see :class:`DeviceShare`. ``processor_rate``: elements per second; 0 if
+        steps. ``waits``: see :class:`DeviceFraction`. ``processor_rate``: elements per second; 0 if
         unknown."""
         passing = [
             flat

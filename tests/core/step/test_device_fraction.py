@@ -1,4 +1,4 @@
-"""DeviceShare: what part of the host's state the device steps, and how it is found."""
+"""DeviceFraction: what part of the host's state the device steps, and how it is found."""
 
 from __future__ import annotations
 
