@@ -32,7 +32,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -82,12 +82,13 @@ class Source:
         raise NotImplementedError
 
 
-class _Memory:
-    """A storage: our own views and references, and the followers that begin at each offset."""
+class _Memory(list[weakref.ref["_View"]]):
+    """A storage, as a list of our own views of it. Nothing beside it counts them: an exception in
+    the middle would leave a wrong count."""
 
-    def __init__(self) -> None:
-        self.views = weakref.WeakSet[_View]()
-        self.references, self.begins = 0, Counter[int | None]()
+    @property
+    def views(self) -> list[_View]:
+        return [view for each in self[:] if (view := each())]  # one may die meanwhile
 
 
 # Each key is of a live storage: every entry has a view of it.
@@ -105,15 +106,7 @@ class _View:
         self.counted = [self.bytes, *(() if is_plain(tensor) else [tensor.detach()])]
         self.memory = _MEMORIES.setdefault(storage_guard.identity(self.bytes), _Memory())
         self.begin = self.bytes.storage_offset() if follows else None
-        self.memory.views.add(self)
-        self._add(1)
-
-    def _add(self, sign: int) -> None:
-        self.memory.references += sign * len(self.counted)
-        self.memory.begins[self.begin] += sign
-
-    def __del__(self) -> None:
-        self._add(-1)
+        self.memory.append(weakref.ref(self, self.memory.remove))  # last: a part of one is none
 
 
 class Lent:
@@ -248,12 +241,12 @@ class Lent:
         """Tells whether anything else holds the memory. ``dying``: torch is freeing the tensor, and
         still refers to it."""
         memory, references = self._view.memory, storage_guard.references(self.bytes)
+        own = [local_of(tensor) for view in memory.views for tensor in view.counted]
         if references is not None:
-            references -= memory.references
+            references -= len(own)
         elif not dying and self.tensor() is None and not self._is_fixed:  # torch does not tell
-            tensors = [local_of(tensor) for view in memory.views for tensor in view.counted]
             del _MEMORIES[storage_guard.identity(self.bytes)]
-            references = int(is_kept_alive(tensors))  # may move them to a copy
+            references = int(is_kept_alive(own))  # may move them to a copy
             _MEMORIES[storage_guard.identity(self.bytes)] = memory
         if dying:
             bases = self._view.bases
@@ -263,7 +256,7 @@ class Lent:
             self.tensor() is not None
             or (references or 0) > 0
             or self.follows
-            and memory.begins[self._view.begin] > 1
+            and [view.begin for view in memory.views].count(self._view.begin) > 1
             or self._is_fixed
         )
 
@@ -577,7 +570,7 @@ class Lents:
 
     def refresh(self) -> None:
         """Reads the followers that are still held again, after a step."""
-        for lent in self._followers() if self._lent else ():
+        for lent in self._followers():
             if not lent.is_held():
                 self._drop(lent)
             else:
@@ -595,7 +588,7 @@ class Lents:
         """Sends home the writes to followers. Raises UsageError for a tensor of two parameters,
         which torch would update twice in a step, for a changed shape, or a change of older
         values."""
-        followers = self._followers() if self._lent else []
+        followers = self._followers()
         self._refuse_overlap(followers)
         for lent in followers:
             shape = lent.bytes.shape

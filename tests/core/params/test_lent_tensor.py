@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from inside import parts_of
+from striker import Striker
 from torch import nn
 
 import infinity
@@ -223,3 +226,25 @@ def test_what_alone_is_kept_of_a_tensor_holds_its_memory(holder, counts, monkeyp
     assert not second.is_held() and not given.entry.is_held()
     assert (given.entry.key, second.key) == keys  # by which they are dropped
     assert given.entry.bytes.tolist() == [1.0] * 16 and second.bytes.numel() == 14
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_an_interrupt_as_a_tensor_is_lent_again_leaves_no_wrong_count(follows, monkeypatch):
+    """Method: Ctrl-C at each point of a second loan of one tensor, which has no end then; after it
+    the tensor is held while its user has it, and not longer. Nothing is raised as it is freed."""
+    unraised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
+    struck = Striker(KeyboardInterrupt, "signal")
+    for point in range(1, 1000):
+        given = Given()
+        entry, tensor = given.entry, given.tensor
+        again = partial(Lent, entry.source, entry.handle, tensor, follows=follows)
+        is_struck = struck.run(point, again)[0] is not None
+        del again
+        gc.collect()
+        assert entry.is_held()
+        del given.tensor, tensor
+        assert not entry.is_held(), struck.place
+        if not is_struck:
+            break
+    assert point > 10 and not unraised
