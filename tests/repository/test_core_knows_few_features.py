@@ -31,7 +31,7 @@ WORDS = {
 }
 # What was reached. A change may lower a number, and raises none.
 MOST_IMPORTS, MOST_PAIRS, MOST_WALKS = 0, 25, 29
-MOST_TOKENS = {"core": 165_947, "ranks": 18_038, "files": 7_214}
+MOST_TOKENS = {"core": 165_943, "ranks": 18_038, "files": 7_214}
 MOST_ASKED = 14
 ASKED = re.compile(r"collectives(?:\.of_experts)?\.([a-z]\w*)")
 WALKS = re.compile(

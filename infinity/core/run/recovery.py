@@ -1,7 +1,7 @@
 """Recovery: recovers a job after an exception at any line (docs/recovery.md).
 
-Drain the transfers, drop the pass, discard the gradients that were being changed, finish the
-journal. If recovery is interrupted or not finished, the next use starts it over.
+Drain the transfers, drop the pass and its graph, discard the gradients that were being changed,
+finish the journal. If recovery is interrupted or not finished, the next use starts it over.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..grads.record import GradState
 from ..units.handle import drop_raw_grads
 from .job import Job
+from .tasks import drop_failed
 
 
 def is_interrupted(job: Job) -> bool:
@@ -27,6 +28,7 @@ def recover(job: Job, *, finishing: bool) -> None:
     job.store.check_process()
     job.collectives.complete_started()
     job.device.drain()
+    drop_failed()
     job.running.drop()
     if job.reducer is not None:
         job.reducer.abandon()

@@ -5,6 +5,8 @@ task        one run of autograd; a reentrant checkpoint nests them
 token       an object per task that only autograd holds; if it is gone before the task's end was
             recorded, the task was interrupted
 outermost   the task inside which the others run
+failed      ended by an exception. Torch keeps the nodes that were ready to run, and so all that the
+            rest of their graph has saved, in a queue of the thread until its next task.
 """
 
 from __future__ import annotations
@@ -16,9 +18,16 @@ import torch
 
 from ... import native
 from ...torch_private import current_task
-from ..params.outside_modes import makes_hooks
+from ..params.outside_modes import makes_hooks, outside_modes
 from .one_thread import begin_task
 from .pass_state import Pass
+
+
+@outside_modes
+def drop_failed() -> None:
+    """Frees what torch keeps of failed tasks of this thread, by a task that computes nothing."""
+    with torch.inference_mode(False):
+        torch.zeros((), requires_grad=True, device="cpu").backward()
 
 
 class AutogradTasks:

@@ -15,6 +15,7 @@ from ...core.run.job import Job
 from ...core.run.operations import IDLE, Call, OperationKind, Right
 from ...core.run.recovery import is_interrupted
 from ...core.run.registry import engine_of
+from ...core.run.tasks import drop_failed
 from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
 from ..checkpoint.save import would_be_lost
@@ -159,13 +160,14 @@ def _refuse_held(job: Job) -> None:
         ]
 
     if held():
+        drop_failed()  # of a backward that failed before the engine knew of it
         gc.collect()
     if names := held():
         raise UsageError(
             f"park: something outside of the engine holds the memory of {len(names)} units"
             f" ({names[0]}, ...): an array of NumPy, an export by DLPack, a view of a weight that"
-            " was made in a forward, or the graph of a loss that is kept. Drop it, or keep a copy:"
-            " weight.detach().clone(), loss.detach()."
+            " was made in a forward, or the graph of a loss that is kept, also by an exception."
+            " Drop it, or keep a copy: weight.detach().clone(), loss.detach()."
         )
 
 

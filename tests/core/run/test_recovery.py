@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import campaign
@@ -249,6 +250,31 @@ def test_zeros_in_place_clear_a_torn_gradient_too(tmp_path):
     optimizer.zero_grad()
     backward(model, 2)
     assert torch.equal(torn, model[2].weight.grad.clone())
+
+
+def test_the_next_use_frees_the_graph_of_a_failed_backward(tmp_path):
+    """Method: a backward fails while a branch waits, whose graph torch keeps; a forward that
+    computes no gradient frees what that has saved. Twin: plain torch keeps it."""
+
+    def fails(model: nn.Module) -> weakref.ref:
+        x = torch.randn(4, 32)
+        first, kept = model(x).square().mean(), nn.Identity()
+        first.grad_fn.metadata["kept"] = kept
+        handle = model[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        second = model(x + 1).square().mean()
+        handle.remove()
+        with pytest.raises(ZeroDivisionError):
+            (first + second).backward()
+        return weakref.ref(kept)
+
+    def is_kept(model: nn.Module) -> bool:
+        kept = fails(model)
+        with torch.no_grad():
+            model(torch.randn(4, 32))
+        return kept() is not None
+
+    assert is_kept(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))))
+    assert not is_kept(small(tmp_path)[0])
 
 
 def test_accumulated_gradients_outlive_a_failed_forward(tmp_path):

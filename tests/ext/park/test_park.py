@@ -6,7 +6,9 @@ Words used here: **plain** and **wrapped** as in `runs.py`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +282,76 @@ def test_a_region_that_is_discarded_keeps_its_address_and_reads_as_zeros():
     assert flat.data_ptr() == region.address and not flat.any()
     flat.fill_(9)
     assert bool((flat == 9).all())
+
+
+class Branches(nn.Module):
+    """Two branches, of which the backward runs the second one first. ``ends``: is called with what
+    the second one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.ends: Callable[[torch.Tensor], torch.Tensor] = lambda made: made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.head(self.cell(x))
+        return first + self.head(self.ends(self.cell(x + 1)))
+
+
+class UsersError(Exception):
+    pass
+
+
+def fails(_grad: torch.Tensor) -> None:
+    raise UsersError
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        fails(grad)
+
+
+def hooked(made: torch.Tensor) -> torch.Tensor:
+    made.register_hook(fails)
+    return made
+
+
+FAILING = {"a hook": hooked, "a function": Fails.apply, "the forward": fails}
+
+
+@pytest.mark.parametrize("where", [*FAILING, "no module"])
+@pytest.mark.parametrize("looks", [False, True], ids=["at once", "after a use"])
+def test_an_error_of_the_users_keeps_nothing_from_being_parked(where, looks, tmp_path):
+    """Method: an error ends a backward while a branch waits, whose graph torch keeps, or a forward;
+    also before the engine knew of that backward. The model is parked, and the next step is plain
+    torch's. Twin: a loss that the user keeps is refused."""
+    torch.manual_seed(SEED)
+    model = Branches()
+    plain, x = copy.deepcopy(model), torch.randn(4, 16)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    model, optimizers[1] = infinity.wrap_model(
+        model, optimizers[1], at_home("device", "device", tmp_path)
+    )
+    for each, optimizer in zip((plain, model), optimizers):
+        each.ends = FAILING.get(where, each.ends)
+        with pytest.raises(UsersError):
+            loss = each(x).sum()
+            (loss if where in FAILING else loss + hooked(each(x).sum() * 1)).backward()
+        each.ends = lambda made: made
+        optimizer.zero_grad()
+    if looks:
+        model.state_dict()
+    if where != "the forward":
+        with pytest.raises(infinity.UsageError, match="loss that is kept, also by an exception"):
+            infinity.park(model, tmp_path)
+        del loss
+    assert infinity.park(model, tmp_path) > 0
+    for each, optimizer in zip((plain, model), optimizers):
+        each(x).sum().backward()
+        optimizer.step()
+    assert differing(plain.state_dict(), model.state_dict()) == []
