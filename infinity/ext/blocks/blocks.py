@@ -138,7 +138,7 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
         # Not of the job: a graph that a user keeps leads to the planner.
         send_rate=partial(_send_rate, job.device, job.traffic, job.config),
         recomputes=job.config.recompute,
-        unaided=Unaided(job.schedule, job.ranks),
+        unaided=Unaided(job.schedule, job.ranks, job.storages),
         home_nbytes=job.activations.home.room_nbytes,
         room=room,
     )

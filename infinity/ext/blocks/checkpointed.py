@@ -88,12 +88,14 @@ class Held:
     """What one forward saves inside a checkpoint. It is held, so that nothing is computed again,
     until :meth:`drop`: whether a block may run again, and finds room, is known once it has run."""
 
-    def __init__(self, note_saved: Callable[[], None]) -> None:
-        """``note_saved``: is called before each tensor is saved."""
+    def __init__(self, note_saved: Callable[[], None] | None) -> None:
+        """``note_saved``: is called before each tensor is saved. None: they are not saved before
+        :meth:`keep`, as long as the forward runs."""
         self._note_saved = note_saved
         # How a tensor is saved outside of the checkpoint
         self._save, self._bring = top_hooks(True)
         self._saved: list[weakref.ref[_Both]] = []
+        self._waiting: list[tuple[_Both, torch.Tensor, int]] = []  # with their versions
 
     @makes_hooks
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -101,22 +103,41 @@ class Held:
         count, compute = top_hooks(True)
 
         def pack(tensor: torch.Tensor) -> _Both:
+            if self._note_saved is None:
+                both = _Both(None, count(tensor))
+                self._waiting.append((both, tensor, tensor._version))
+                return both
             self._note_saved()
             both = _Both(self._save(tensor), count(tensor))
             self._saved.append(weakref.ref(both))
             return both
 
         def unpack(both: _Both) -> torch.Tensor:
+            if both.saved is CHANGED:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an"
+                    " inplace operation"
+                )
             return compute(both.counted) if both.saved is None else self._bring(both.saved)
 
         pack.count, pack.is_counted = count, True
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    def keep(self) -> None:
+        """Saves what waits, at the end of the forward: the backward does not run it again."""
+        for both, tensor, version in self._waiting:
+            both.saved = self._save(tensor) if tensor._version == version else CHANGED
+        self._waiting.clear()
+
     def drop(self) -> None:
         """Drops what is held: the backward runs the forward again."""
+        self._waiting.clear()
         for ref in self._saved:
             if (both := ref()) is not None:
                 both.saved = None
+
+
+CHANGED = object()  # in place of a tensor that was written to before it was saved
 
 
 class _Both:

@@ -34,7 +34,6 @@ NAMES = frozenset(
     )
 )
 PREFIXES = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
-COMMUNICATING = frozenset(("c10d", "_c10d_functional", "c10d_functional", "symm_mem"))
 DIGEST_ELEMENTS = 1 << 20  # that a digest takes at once: eight bytes each
 
 
@@ -56,12 +55,6 @@ def draws(operation: Any, args: tuple, kwargs: dict) -> bool:
     names = [argument.name for argument in operation._schema.arguments]
     arguments = dict(zip(names, args)) | kwargs
     return any(arguments.get(name, 0.0) > 0.0 for name in ("dropout_p", "p_dropout"))
-
-
-@functools.cache
-def communicates(operation: Any) -> bool:
-    """Tells whether ``operation`` is one between ranks."""
-    return getattr(operation, "namespace", "") in COMMUNICATING
 
 
 @functools.cache
@@ -144,22 +137,22 @@ class _Numbers:
 
 
 class Counted:
-    """What one measured call of a block tells of its products."""
+    """What one measured call of a block tells of its products. ``see``: is told of each operation
+    first."""
 
-    def __init__(self, device: Device):
-        self.device = device
+    def __init__(self, device: Device, see: Callable[[Any, tuple, dict], None] | None = None):
+        self.device, self._see = device, see
         self.nbytes: dict[int, int] = {}  # of each product that can be kept
         self._seconds: dict[int, float] = {}  # noted once the device has computed it
         self._numbers = _Numbers()
         self._number = self._needed = 0
-        self.communicates = False
 
     def mode(self) -> TorchDispatchMode:
         """Makes the mode of the forward, or of a recomputation, which runs under one, too: torch
         takes some operations apart otherwise."""
         if current_task() != -1:
             return _Mode(lambda operation, args, kwargs: operation(*args, **kwargs))
-        return _Mode(self._run, self.forget, self._note_communicating)
+        return _Mode(self._run, self.forget, self._see)
 
     def _run(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Runs a product, and counts its bytes and seconds."""
@@ -175,9 +168,6 @@ class Counted:
             self.nbytes[number] = sum(storages.values())
             self._numbers.add(results, number)
         return results
-
-    def _note_communicating(self) -> None:
-        self.communicates = True
 
     def forget(self, values: Any) -> None:
         """Removes the products with ``values``, which are written to."""
@@ -302,7 +292,7 @@ class _Saved:
 
 class _Mode(TorchDispatchMode):
     """Runs the products of a call by ``product``, tells ``written`` what else is written to, and
-    ``communicating`` of operations between ranks."""
+    ``see`` of each operation before it runs."""
 
     supports_higher_order_operators = True
 
@@ -315,20 +305,19 @@ class _Mode(TorchDispatchMode):
         self,
         product: Callable[[Any, tuple, dict], Any],
         written: Callable[[Any], None] = lambda values: None,
-        communicating: Callable[[], None] = lambda: None,
+        see: Callable[[Any, tuple, dict], None] | None = None,
     ):
         super().__init__()
-        self._product, self._tell_written = product, written
-        self._tell_communicating = communicating
+        self._product, self._tell_written, self._see = product, written, see
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._see is not None:
+            self._see(operation, args, kwargs)
         if is_product(operation):
             return self._product(operation, args, kwargs)
-        if communicates(operation):
-            self._tell_communicating()
         for place, name in _written(operation):
             self._tell_written(args[place] if place < len(args) else kwargs.get(name))
         return operation(*args, **kwargs)

@@ -32,7 +32,6 @@ from ...core.machine.device import Device
 from ...core.run.context import ForwardContext
 from ...core.run.saved_tensor import READ_AHEAD
 from ...core.units.unit import ParamUnit
-from ...errors import UsageError
 from .activation_choice import (
     SHARE_FOR_SAVED,
     ActivationChoice,
@@ -43,7 +42,7 @@ from .activation_choice import (
 from .around import around_own
 from .checkpointed import Checkpointed, Held
 from .products import Counted, Products
-from .unaided import Mark, Unaided
+from .unaided import Unaided
 from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers
 
 logger = logging.getLogger(__name__)
@@ -343,16 +342,7 @@ class PlannedBlock:
                 return self._measure(forward, args, kwargs, inputs)
             planner.found_no_room = False
             if self.choice.repeats:
-                begun = planner.unaided.mark()
                 output = self._run_again(forward, *tree_flatten((args, kwargs)))
-                if self._needs_others(begun):
-                    self._refuse()
-                    raise UsageError(
-                        f"a {type(self._block()).__name__} needs other ranks in this forward, and"
-                        " did not before: it communicates, or uses weights of other blocks. This"
-                        " rank would run it again for the backward, and others may not. Repeat the"
-                        " step, in which it runs once, or use Config(recompute=False)."
-                    )
             else:
                 output = forward(*args, **kwargs)
             if planner.found_no_room and self.choice.is_sent:
@@ -371,16 +361,38 @@ class PlannedBlock:
         return self._checkpointed.run(*tree_flatten((args, kwargs)), forward=forward)
 
     def _run_again(self, forward: Callable, leaves: list, spec: Any) -> Any:
-        """Runs ``forward``, and again in the backward: all of it, or all but its products."""
-        forward = self._in_one_mode(forward)
+        """Runs ``forward``, and again in the backward: all of it, or all but its products. Sends
+        what it saves if it turns out to need other ranks."""
+        forward, unaided = self._in_one_mode(forward), self._planner.unaided
+        begun = unaided.mark()
+        held = None if begun is None else Held(None)
+        output = self._run_held(forward, leaves, spec, held)
+        if held is None:
+            return output
+        needs_units, choice = unaided.used_others(begun, self._units), self.choice
+        if not (needs_units or unaided.communicated(begun)):
+            held.drop()
+            return output
+        try:
+            self.choice = ActivationChoice.SEND
+            held.keep()
+        finally:
+            self.choice = choice
+        if needs_units:
+            self._refuse()
+        return output
+
+    def _run_held(self, forward: Callable, leaves: list, spec: Any, held: Held | None) -> Any:
+        """Runs ``forward``, with what it saves in ``held``, and keeps the products if it is chosen
+        to."""
         if not self.choice.has_products:
-            return self._checkpointed.run(leaves, spec, forward=forward)
+            return self._checkpointed.run(leaves, spec, forward=forward, held=held)
         products = Products(
             self._counted.nbytes,
             is_host=self._planner.device.is_host,
             checks=not self._is_checked,
         )
-        output = self._checkpointed.run(leaves, spec, forward=forward, products=products)
+        output = self._checkpointed.run(leaves, spec, forward=forward, held=held, products=products)
         for number in products.end(output):
             del self._counted.nbytes[number]
         self._is_checked = True
@@ -403,7 +415,8 @@ class PlannedBlock:
             self.choice = self._first_choice if is_repeatable else ActivationChoice.SEND
         if self._is_repeatable and (state is None or self._is_heard()):
             self._refuse()
-        counted, begun = Counted(planner.device), planner.unaided.mark()
+        watched, begun = planner.unaided.watch(self._units), planner.unaided.mark()
+        counted = Counted(planner.device, None if watched is None else watched.see)
         held = Held(counted.note_saved) if self._is_repeatable else None
         stalled = sum(edge.stall_seconds for edge in edges)
 
@@ -432,12 +445,16 @@ class PlannedBlock:
             not plain
             or state != self._state(args, kwargs)
             or self._is_heard()
-            or counted.communicates
-            or self._needs_others(begun)
+            or planner.unaided.used_others(begun, self._units)
+            or (watched is not None and watched.needs_others)
         ):
             self._refuse()
-        recomputes = self.choice.repeats or planner.found_no_room
-        if held is not None and (self._is_part or (self._is_repeatable and recomputes)):
+        if planner.unaided.communicated(begun):
+            recomputes = self._is_left
+        else:
+            finds_room = not (self.choice.repeats or planner.found_no_room)
+            recomputes = self._is_part or (self._is_repeatable and not finds_room)
+        if held is not None and recomputes:
             held.drop()
         self._note(kind, inputs, counted)
         self._mode = self._modes()
@@ -452,9 +469,6 @@ class PlannedBlock:
                 planner.forget_choices()
             self._numel, self._nbytes, self._input_nbytes = numel, self._saved, input_nbytes
             self._counted, self._is_checked = counted, False
-
-    def _needs_others(self, since: Mark | None) -> bool:
-        return self._planner.unaided.needed(since, self._units)
 
     def _in_one_mode(self, forward: Callable) -> Callable:
         """Returns ``forward``, which runs again with the training flags that it has now: `eval()`

@@ -19,6 +19,7 @@ from infinity.core.machine.traffic import Traffic
 from infinity.core.run.activation_store import SMALLEST_NBYTES, ActivationStore
 from infinity.core.run.saved_tensor import LARGEST_EXCESS, SavedTensor, View, WithinBudget
 from infinity.core.run.schedule import Schedule
+from infinity.core.units.weight_storages import WeightStorages
 from infinity.errors import CapacityError
 from infinity.ext.blocks.activation_choice import ActivationChoice
 from infinity.ext.blocks.recompute import ActivationPlanner
@@ -331,7 +332,7 @@ def planned(made: Any) -> ActivationPlanner:
         spare_nbytes=0,
         send_rate=lambda: 1.0,
         recomputes=True,
-        unaided=Unaided(Schedule(), ParallelDims()),
+        unaided=Unaided(Schedule(), ParallelDims(), WeightStorages()),
     )
     made.activations.planner = planner
     return planner

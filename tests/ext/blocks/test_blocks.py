@@ -11,6 +11,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.core.machine.traffic import Traffic
 from infinity.core.seams import Events
+from infinity.core.units.weight_storages import WeightStorages
 from infinity.errors import ConfigError
 from infinity.ext.blocks import blocks
 from infinity.ext.blocks.blocks import LINK_RATE, Blocks, plan_activations
@@ -23,7 +24,11 @@ def ranks_of(*, divided: str = "") -> SimpleNamespace:
     """One rank, or several that have parts of blocks (``"blocks"``) or of sequences."""
     part = "a channel" if divided == "sequences" else None
     return SimpleNamespace(
-        alone=not divided, is_cut=divided == "blocks", cp_group=part, all_channels=[]
+        alone=not divided,
+        is_cut=divided == "blocks",
+        cp_group=part,
+        all_channels=[],
+        process_groups=[],
     )
 
 
@@ -39,6 +44,7 @@ def job_of(*, spare: int | None = MIB, divided: str = "", **config: Any) -> Simp
         device=SimpleNamespace(memory=None, is_host=True),
         traffic=None,
         schedule=None,
+        storages=WeightStorages(),
     )
 
 

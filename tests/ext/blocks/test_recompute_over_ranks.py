@@ -40,6 +40,7 @@ AIDED: dict[str, dict[str, Any]] = {
     "tiles": {"config": TILES},
     "tiles of replicas": {"config": TILES | {"device_memory": "1300KiB"}, "replicas": True},
     "another's weight": {"config": HOST, "effect": "anothers_weight"},
+    "root's weight": {"config": HOST, "effect": "roots_weight"},
     "meets": {"config": HOST, "effect": "meets"},
 }
 CASES = [(shape, number) for shape in SHAPES for number in range(2)] + [
@@ -64,6 +65,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "counts on one rank": {"effect": "counts_on_one_rank"},
     "grows": {"loop": "lengths", "effect": "grows"},
     "counts long ones": {"loop": "lengths", "effect": "counts_long_ones"},
+    "meets late": {"effect": "meets_late", "choice": CHOICES[0]},
+    "meets late, but for products": {"effect": "meets_late", "choice": ["sent", "products_kept"]},
     "in parts": {"config": HOST | {"micro_batch": 80}, "choice": CHOICES[0]},
     "in parts, meets": {"config": HOST | {"micro_batch": 80}, "effect": "meets"},
 }
@@ -89,9 +92,6 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     for name, shape in AIDED.items():
         jobs[f"over_all:{name}"] = shape
     jobs["refused:tiles"] = AIDED["tiles"] | {"choice": CHOICES[0], "careless": True}
-    late = {"config": HOST, "effect": "meets_late", "loop": "tried", "choice": CHOICES[0]}
-    jobs["over_all:meets late"] = late
-    jobs["over_all:meets late, plain"] = late | {"config": HOST | NEVER}
     for name, more in LOOPS.items():
         loop = name.partition(" ")[0]
         jobs[f"over_all:{name}"] = {"config": HOST, "loop": loop, "choice": CHOICES[0]} | more
@@ -150,18 +150,12 @@ def test_ranks_that_ran_such_blocks_again_would_part(two):
     assert all(" is at " in said for said in two["refused:tiles"])
 
 
-def test_a_block_that_communicates_only_later_is_an_error_before_the_backward(two):
-    """Twin: one that does from the first step on, above. Both ranks are told where they meet next,
-    and the same step then succeeds: the block no more runs again."""
-    found, plain = two["over_all:meets late"], two["over_all:meets late, plain"]
-    needs, *others = found[1]["said"]
-    assert "needs other ranks in this forward" in needs
-    assert all(" is at " in said for said in (*others, *found[0]["said"])) and len(others) == 1
-    assert [rank["choices"] for rank in found] == [
-        ["kept"] * BLOCKS,
-        [*["recomputed"] * (BLOCKS - 1), "sent"],
-    ]
-    assert_same_as(found, plain)
+@pytest.mark.parametrize("name", ["meets late", "meets late, but for products"])
+def test_a_block_runs_once_in_passes_in_which_it_communicates(name, two):
+    """It does in two steps after blocks were chosen for. Twin: its other passes."""
+    found = two[f"over_all:{name}"]
+    assert_same_as(found, two[f"over_all:{name}, plain"])
+    assert [rank["runs"] for rank in found] == [[3] * STEPS, [3, 3, 6, 6, 3, 3, 6]]
 
 
 @pytest.mark.parametrize("name", LOOPS)

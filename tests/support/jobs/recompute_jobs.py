@@ -69,8 +69,13 @@ def counts_on_one_rank(block: Block, x: torch.Tensor) -> torch.Tensor:
 
 
 def meets_late(block: Block, x: torch.Tensor) -> torch.Tensor:
-    """Communicates for the first time once blocks are chosen for, in the last of them."""
-    return meets(block, x) if block.number == BLOCKS - 1 and STEP[0] >= 4 else x
+    """Communicates for the first time once blocks are chosen for, and not in the last step."""
+    return meets(block, x) if STEP[0] in (4, 5) else x
+
+
+def roots_weight(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """Computes with a weight that the model's own forward holds, and that nothing saves."""
+    return x + block.model.shift
 
 
 def grows(block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -88,6 +93,8 @@ class Model(nn.Module):
     def __init__(self, effect: Callable) -> None:
         super().__init__()
         self.head, self.effect = nn.Linear(WIDTH, WIDTH), effect
+        if effect is roots_weight:
+            self.shift = nn.Parameter(torch.ones(WIDTH))
         self.blocks = nn.ModuleList(Block(self, number) for number in range(BLOCKS))
         for block in self.blocks:
             block.longest = ROWS
@@ -136,9 +143,6 @@ class Loop:
         """From the fifth step on the second rank has more."""
         for of in self.ranks:
             self.loss(step, of, ROWS * (1 + (of and step > 3))).backward()
-
-    def tried(self, step: int) -> None:
-        self._try(lambda: self.plain(step), times=4)
 
     def accumulates(self, step: int) -> None:
         with infinity.accumulate(self.model):
@@ -248,7 +252,8 @@ def choosing(choice: str | list[str], *, careless: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.object(recompute, "choose", chosen))
         if careless:
             stack.enter_context(mock.patch.object(Unaided, "allows", lambda *_: True))
-            stack.enter_context(mock.patch.object(Unaided, "needed", lambda *_: False))
+            stack.enter_context(mock.patch.object(Unaided, "used_others", lambda *_: False))
+            stack.enter_context(mock.patch.object(Unaided, "watch", lambda *_: None))
         yield
 
 
