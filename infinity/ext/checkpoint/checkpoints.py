@@ -70,6 +70,8 @@ class Steps(int):
 class EndedSteps(Extension):
     """Whether a step has ended since this was asked last: the weights of the job are newer."""
 
+    may_stand_aside = True
+
     def __init__(self) -> None:
         self.has_ended = False
 

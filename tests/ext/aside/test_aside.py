@@ -289,6 +289,31 @@ def test_a_users_changes_of_weights_and_gradients_count(soon, monkeypatch):
     assert alike(there[0], here[0]) and differing(there[1], here[1]) == []
 
 
+def test_a_loop_that_saves_by_itself_stands_aside_between_its_saves(soon, monkeypatch, tmp_path):
+    """The saves of `infinity.Checkpoints` bring it back, and it goes again. Twin: a loop that never
+    stands aside saves the same."""
+
+    def program(job: Pair) -> Any:
+        folder, seen = tmp_path / str(len(list(tmp_path.iterdir()))), []
+        saver = infinity.Checkpoints(folder, *job, overhead=0.9)
+        saver.resume()
+        losses = []
+        for number in range(12):
+            losses.append(step(*job, number))
+            saver.after_step()
+            seen.append(is_there(job[0]))
+        saver.close()
+        assert any(seen) == (aside._may_stand_aside is may) and saver.steps == 12
+        again = pair()
+        assert infinity.Checkpoints(folder, *again).resume().steps == 12
+        assert differing(ends(*again), ends(*job)) == []
+        return losses
+
+    may = aside._may_stand_aside
+    there, here = both(monkeypatch, program)
+    assert alike(there[0], here[0]) and differing(there[1], here[1]) == []
+
+
 def use_accumulate(model: nn.Module, optimizer: Any, folder: Path) -> Any:
     with infinity.accumulate(model):
         return [backward(model, 50), backward(model, 51)]
