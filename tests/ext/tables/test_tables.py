@@ -465,7 +465,7 @@ for home in ("device", "host", "nvme"):
         print(json.dumps([home, tied, "autocast", grown(tied, home, None, cast=True)[1]]))
     print(json.dumps([home, True, "by hand", grown(True, home, None, TwoByHand)[1]]))
 """
-OWN_NBYTES = 12 * 1024**2  # torch's: logits, activations, buffers of products. Half of a table
+OWN_NBYTES = 16 * 1024**2  # torch's: logits, activations, buffers of products, by the machine
 
 
 def test_a_model_that_is_mostly_its_table_takes_what_is_planned(swap):

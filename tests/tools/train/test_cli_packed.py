@@ -81,7 +81,9 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(models, tmp_path, monkeypatch) -> Path:
-    """A folder with the models, text and a disk; also the current directory."""
+    """A folder with the models, text and a disk; also the current directory. Models train in bf16,
+    whatever this processor multiplies fast."""
+    monkeypatch.setattr("infinity.tools.train.train.multiplies_bf16", lambda device: True)
     monkeypatch.chdir(tmp_path)
     for name in ("base", "packed"):
         Path(name).symlink_to(models / name)

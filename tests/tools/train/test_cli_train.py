@@ -223,7 +223,7 @@ def test_the_human_report_goes_to_stdout_and_names_the_same_things(place, capsys
 
 def test_saved_folder_gives_the_reported_loss_in_plain_transformers(place, report):
     """The folder is loaded without the engine and evaluated on the same held-out windows."""
-    result = report(out="trained")
+    result = report(out="trained", dtype="bf16")
     model_module = transformers.AutoModelForCausalLM.from_pretrained("trained").eval()
     assert model_module.dtype == torch.bfloat16 and model_module.config.use_cache
     corpus = corpora.read_corpus(
