@@ -12,6 +12,7 @@ engine back before anything else happens, with the gradients that are pending.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import weakref
@@ -201,6 +202,9 @@ class Aside(Extension):
             handle.grad.move(GradState.CONSUMED)
         for handle, grad in self._raw():
             if grad is not None:  # a tensor that a user holds stays ``p.grad``
+                if handle.grad.state is GradState.LANDED and not grad.any():
+                    # Those of ``zero_grad(set_to_none=False)`` are no loss
+                    handle.grad.norm = math.inf, torch.zeros((), device=grad.device)
                 job.gradients.assigned.watch(handle, grad, grad.detach())
         for unit in () if job.scopes.interrupted or recovers else job.units:
             job.prefetcher.unhold(unit, in_pass=False)

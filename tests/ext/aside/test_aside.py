@@ -63,10 +63,10 @@ def backward(model: nn.Module, number: int) -> torch.Tensor:
     return loss.detach()
 
 
-def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+def step(model: nn.Module, optimizer: Any, number: int, *, to_none: bool = True) -> torch.Tensor:
     loss = backward(model, number)
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=to_none)
     return loss
 
 
@@ -289,7 +289,10 @@ def test_a_users_changes_of_weights_and_gradients_count(soon, monkeypatch):
     assert alike(there[0], here[0]) and differing(there[1], here[1]) == []
 
 
-def test_a_loop_that_saves_by_itself_stands_aside_between_its_saves(soon, monkeypatch, tmp_path):
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loop_that_saves_by_itself_stands_aside_between_its_saves(
+    to_none, soon, monkeypatch, tmp_path
+):
     """The saves of `infinity.Checkpoints` bring it back, and it goes again. Twin: a loop that never
     stands aside saves the same."""
 
@@ -299,7 +302,7 @@ def test_a_loop_that_saves_by_itself_stands_aside_between_its_saves(soon, monkey
         saver.resume()
         losses = []
         for number in range(12):
-            losses.append(step(*job, number))
+            losses.append(step(*job, number, to_none=to_none))
             saver.after_step()
             seen.append(is_there(job[0]))
         saver.close()
