@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_unflatten
@@ -95,7 +95,6 @@ class Held:
         # How a tensor is saved outside of the checkpoint
         self._save, self._bring = top_hooks(True)
         self._saved: list[weakref.ref[_Both]] = []
-        self._waiting: list[tuple[_Both, torch.Tensor, int]] = []  # with their versions
 
     @makes_hooks
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -104,11 +103,10 @@ class Held:
 
         def pack(tensor: torch.Tensor) -> _Both:
             if self._note_saved is None:
-                both = _Both(None, count(tensor))
-                self._waiting.append((both, tensor, tensor._version))
-                return both
-            self._note_saved()
-            both = _Both(self._save(tensor), count(tensor))
+                both = _Both(_Waiting(tensor, tensor._version), count(tensor))
+            else:
+                self._note_saved()
+                both = _Both(self._save(tensor), count(tensor))
             self._saved.append(weakref.ref(both))
             return both
 
@@ -125,16 +123,23 @@ class Held:
 
     def keep(self) -> None:
         """Saves what waits, at the end of the forward: the backward does not run it again."""
-        for both, tensor, version in self._waiting:
-            both.saved = self._save(tensor) if tensor._version == version else CHANGED
-        self._waiting.clear()
+        for ref in self._saved:
+            if (both := ref()) is not None:
+                tensor, version = both.saved
+                both.saved = self._save(tensor) if tensor._version == version else CHANGED
 
     def drop(self) -> None:
         """Drops what is held: the backward runs the forward again."""
-        self._waiting.clear()
         for ref in self._saved:
             if (both := ref()) is not None:
                 both.saved = None
+
+
+class _Waiting(NamedTuple):
+    """A tensor that is not saved yet, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
 
 
 CHANGED = object()  # in place of a tensor that was written to before it was saved

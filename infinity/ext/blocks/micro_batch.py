@@ -68,7 +68,7 @@ def install_chunks(
 ) -> ReplacedForward:
     """Replaces the forward of ``block``, which uses ``units``, with one that runs in chunks of
     ``samples``. ``planner``: chooses for each chunk; None: the backward recomputes all."""
-    planned = None if planner is None else partial(planner.plan, block, units, is_part=True)
+    planned = None if planner is None else partial(planner.plan, block, units)
     chunked = Chunked(name, block, samples, Checkpointed(find, units), planned)
     return ReplacedForward(block, around_own(block, chunked.run))
 
@@ -82,13 +82,15 @@ class Chunked:
         block: nn.Module,
         samples: int,
         checkpointed: Checkpointed,
-        plan: Callable[[], PlannedBlock] | None,
+        plan: Callable[..., PlannedBlock] | None,
     ):
-        """``plan``: makes what runs the chunks of one number, if they are chosen for."""
+        """``plan``: makes what runs the chunks of one number, or a batch that is no larger than a
+        chunk, if they are chosen for."""
         self._name, self._samples = name, samples
         self._block = weakref.ref(block)
         self._checkpointed, self._checked = checkpointed, False
         self._plan, self._planned = plan, list[PlannedBlock]()
+        self._whole: PlannedBlock | None = None
 
     def run(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs ``forward``, the block's own, on each part of the batch."""
@@ -96,7 +98,10 @@ class Chunked:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         batch = tensors[0].size(0) if tensors else 0
         if batch <= self._samples:
-            return forward(*args, **kwargs)
+            if self._plan is None:
+                return forward(*args, **kwargs)
+            self._whole = self._whole or self._plan(is_part=False)
+            return self._whole.run(forward, args, kwargs)
         leaves = [self._without_cache(leaf) for leaf in leaves]
         split = self._split(leaves, tensors[0])
         if not self._checked:
@@ -112,7 +117,7 @@ class Chunked:
         if self._plan is None:
             return self._checkpointed.run(chunk, spec, forward=forward)
         if number == len(self._planned):
-            self._planned.append(self._plan())
+            self._planned.append(self._plan(is_part=True))
         args, kwargs = tree_unflatten(chunk, spec)
         return self._planned[number].run(forward, args, kwargs)
 

@@ -1,7 +1,7 @@
 """Unaided: tells whether a rank can run a block again while the other ranks do not.
 
-Each rank chooses for its blocks by what it has measured, so ranks choose differently. The second
-run of a block may therefore need no other rank. It gathers no weights if the block computes with
+Each rank chooses for its blocks by what it has measured, so ranks choose differently. Therefore the
+second run of a block must not need another rank. It gathers no weights if the block computes with
 one unit alone, which the backward holds anyway. And the block's code may not communicate: a rank
 that did so alone would wait for the others, or meet another operation of theirs.
 

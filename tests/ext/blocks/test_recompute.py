@@ -334,6 +334,13 @@ def test_each_choice_for_parts_has_the_bits_of_parts_that_are_recomputed(
     assert (blocks["recomputed_nbytes"] > 0) == (choice not in ("kept", "sent"))
 
 
+@pytest.mark.parametrize("choice", ["kept", "recomputed"])
+def test_a_batch_of_one_part_is_chosen_for_like_a_block(choice, recomputations):
+    """Twin: parts, above, of which each is."""
+    blocks = assert_same_bits(in_parts, simply, choice, micro_batch=ROWS)
+    assert blocks[choice] == BLOCKS and bool(recomputations) == (choice == "recomputed")
+
+
 def test_a_part_with_side_effects_runs_again_as_without_a_choice(recomputations):
     """Twin: parts without, above, which are kept."""
 
