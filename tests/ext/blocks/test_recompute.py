@@ -336,7 +336,7 @@ def test_each_choice_for_parts_has_the_bits_of_parts_that_are_recomputed(
 
 @pytest.mark.parametrize("choice", ["kept", "recomputed"])
 def test_a_batch_of_one_part_is_chosen_for_like_a_block(choice, recomputations):
-    """Twin: parts, above, of which each is."""
+    """Twin: a batch of several parts, above, each of which is chosen for."""
     blocks = assert_same_bits(in_parts, simply, choice, micro_batch=ROWS)
     assert blocks[choice] == BLOCKS and bool(recomputations) == (choice == "recomputed")
 
