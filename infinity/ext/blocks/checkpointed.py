@@ -111,6 +111,11 @@ class Held:
             return both
 
         def unpack(both: _Both) -> torch.Tensor:
+            if isinstance(waiting := both.saved, _Waiting):  # a backward inside of the forward
+                tensor, version = waiting
+                if tensor._version == version:
+                    return tensor.detach()
+                both.saved = CHANGED
             if both.saved is CHANGED:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an"
@@ -125,6 +130,8 @@ class Held:
         """Saves what waits, at the end of the forward: the backward does not run it again."""
         for ref in self._saved:
             if (both := ref()) is not None:
+                if both.saved is CHANGED:
+                    continue
                 tensor, version = both.saved
                 both.saved = self._save(tensor) if tensor._version == version else CHANGED
 
